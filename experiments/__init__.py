@@ -1,0 +1,1 @@
+"""Ablations launched from absl flags: `python -m experiments.main --config=... --workdir=...`."""

@@ -1,0 +1,1 @@
+"""Experiment configurations, one file each; every file has a `tiny` variant that runs on a CPU."""

@@ -1,0 +1,1 @@
+"""Flax layers built on the operators."""

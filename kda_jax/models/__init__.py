@@ -1,0 +1,1 @@
+"""Hybrid language models: the layer pattern is data."""
