@@ -1,0 +1,41 @@
+"""How far a result may be from the float64 oracle on the same (rounded) inputs, as relative root mean square, and why."""
+
+import numpy as np
+
+# float64: both sides round at 1e-16; a sum over a few hundred tokens and channels, amplified by the inverse, stays under 1e-13.
+# float32: unit roundoff 6e-8, chunk sums and the 16-row substitution leave about 1e-6; gradients pass through three more products.
+# bfloat16, float16: inputs are exact for the oracle, so this is the rounding of the outputs (2^-9, 2^-12 at most) and of operands that an
+#   implementation rounds before a matrix product. dg and dbeta are differences of larger sums, dq, dk and dv are rounded once more.
+#   float16 has three bits more than bfloat16, but gets the same bounds: operands may be rounded to either.
+FORWARD = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 8e-3, "float16": 8e-3}
+GATE_GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+
+# Identical keys with beta near 1 make each write a small difference of large terms: half-precision operands lose two more digits.
+IDENTICAL_KEYS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+
+GOLDEN = 1e-4  # float32 vectors that other implementations computed in float32
+
+GATES = ("g", "beta", "g_raw", "beta_raw", "A_log", "dt_bias")
+
+
+def gradient(name: str, dtype: str) -> float:
+    """The bound for the gradient of one input."""
+    return (GATE_GRADIENT if name in GATES else GRADIENT)[dtype]
+
+
+def error(got, want) -> float:
+    """Relative root mean square, measured in float64; infinite where `got` is not finite. Where all is zero, `got` has to be as well."""
+    got, want = np.asarray(got).astype(np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
+    if not np.isfinite(got).all():
+        return np.inf
+    size = np.sqrt(np.mean(want**2)) if want.size else 0.0
+    difference = np.sqrt(np.mean((got - want) ** 2)) if want.size else 0.0
+    return difference / size if size else (np.inf if difference else 0.0)
+
+
+def assert_close(got, want, tolerance: float, name: str = "") -> None:
+    """Fail with the name and the size of the error."""
+    found = error(got, want)
+    assert found <= tolerance, f"{name}: relative RMS {found:.2e} > {tolerance:.0e}"
