@@ -25,8 +25,12 @@ def gradient(name: str, dtype: str) -> float:
 
 
 def error(got, want) -> float:
-    """Relative root mean square, measured in float64; infinite where `got` is not finite. Where all is zero, `got` has to be as well."""
-    got, want = np.asarray(got).astype(np.float64), np.asarray(want, np.float64)
+    """Relative root mean square in float64; infinite where `got` is not finite, or where all should be zero and is not.
+
+    What underflows in the dtype of `got` counts as zero: a gradient of exp(-300) is 0 in float32.
+    """
+    tiny = np.finfo(np.float64 if np.asarray(got).dtype == np.float64 else np.float32).tiny
+    got, want = (np.where(np.abs(x) < tiny, 0.0, x) for x in (np.asarray(got).astype(np.float64), np.asarray(want, np.float64)))
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
     if not np.isfinite(got).all():
         return np.inf
