@@ -1,0 +1,71 @@
+"""Multi-query associative recall and its overwriting variant.
+
+Sources: Kimi Linear, arXiv 2510.26692, section 5.1; Zoology, arXiv 2312.04927.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from experiments.tasks import Batch, Synthetic
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall(Synthetic):
+    """Key-value pairs, a separator, then every key once more, spread over the rest of the row; answer with its value.
+
+    With 3 `distinct` keys (letters), `length` 13, "|" the separator, "." a blank that asks nothing:
+
+        inputs   A 4 C 7 B 0 | . B . A C .
+        targets  - - - - - - - - 0 - 4 7 -
+
+    With `writes` of 2 each key is written twice, in random order, and the answer is the last value written:
+
+        inputs   A 4 B 7 A 1 C 0 C 3 B 5 | B A C
+        targets  - - - - - - - - - - - - - 5 1 3
+
+    Keys are drawn from `keys` tokens without repetition, values from `values` other tokens. The answer is due at
+    the key itself. Chance is 1 / `values`.
+    """
+
+    distinct: int
+    keys: int
+    values: int
+    writes: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distinct > self.keys:
+            raise ValueError(f"task.distinct is {self.distinct}: expected at most task.keys = {self.keys}")
+        needed = 2 * self.pairs + 1 + self.distinct
+        if self.length < needed:
+            parts = f"{self.pairs} pairs, a separator and {self.distinct} queries"
+            raise ValueError(f"task.length is {self.length}: expected at least {needed} for {parts}")
+
+    @property
+    def pairs(self) -> int:
+        return self.distinct * self.writes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.keys + self.values + 2  # keys, values, separator, blank
+
+    def row(self, key: jax.Array) -> Batch:
+        """Slot s is the s-th of the `distinct` keys: `name[s]` is its token, `order` lists the slot of each write."""
+        separator, blank = self.vocab_size - 2, self.vocab_size - 1
+        for_name, for_order, for_value, for_query, for_place = jax.random.split(key, 5)
+        name = jax.random.permutation(for_name, self.keys)[: self.distinct]
+        order = jax.random.permutation(for_order, jnp.repeat(jnp.arange(self.distinct), self.writes))
+        value = self.keys + jax.random.randint(for_value, (self.pairs,), 0, self.values)
+        is_write = order[None, :] == jnp.arange(self.distinct)[:, None]
+        last_write = jnp.max(jnp.where(is_write, jnp.arange(self.pairs)[None, :], -1), axis=1)
+
+        start = 2 * self.pairs + 1
+        query = jax.random.permutation(for_query, self.distinct)
+        place = start + jax.random.permutation(for_place, self.length - start)[: self.distinct]
+        written = jnp.append(jnp.stack([name[order], value], axis=1).reshape(-1), separator)
+        inputs = jnp.full(self.length, blank).at[:start].set(written).at[place].set(name[query])
+        targets = jnp.zeros(self.length, jnp.int32).at[place].set(value[last_write][query])
+        return Batch(inputs, targets, jnp.zeros(self.length, bool).at[place].set(True))
