@@ -14,7 +14,7 @@ class Stack(Synthetic):
     """A stream of operations on `stacks` independent stacks; a pop must say the element last pushed and not yet popped.
 
     Three tokens an operation: push (+) or pop (-), the stack, the element. A pop is scored at its stack. About
-    every second operation is a pop, never of an empty stack. With stacks 0 and 1, letters as elements, "." for no target:
+    every second operation is a pop, never of an empty stack. With stacks 0 and 1, letters as elements, "." no target:
 
         inputs   + 1 G + 0 E + 1 A - 1 A - 0 E - 1 G
         targets  . . . . . . . . . . A . . E . . G .

@@ -1,0 +1,148 @@
+"""Train one mixer on one task: a whole grid of seeds and learning rates in one compiled program."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from tqdm import tqdm
+
+from experiments import metrics
+from experiments.errors import ConfigError
+from experiments.tasks import Batch, Task, mean
+
+NO_WEIGHT_DECAY = ("A_log", "dt_bias")  # beside every vector: norms and biases
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How long to train, what grid of runs, and how often to log, evaluate and save; checks itself."""
+
+    steps: int
+    warmup: int
+    log_every: int
+    eval_every: int
+    checkpoint_every: int
+    seeds: tuple[int, ...]
+    learning_rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "warmup", "log_every", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: give at least 1")
+        for name in ("steps", "eval_every", "checkpoint_every"):
+            if getattr(self, name) % self.log_every:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}: give a multiple of {self.log_every=}")
+        if not self.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in self.seeds):
+            raise ConfigError(f"train.seeds is {self.seeds}: give integers from 0, such as (0,1,2)")
+        if not self.learning_rates or not all(
+            isinstance(rate, int | float) and rate > 0 for rate in self.learning_rates
+        ):
+            raise ConfigError(
+                f"train.learning_rates is {self.learning_rates}: give numbers above 0, such as (1e-3,3e-3)"
+            )
+        if len(set(self.members)) < len(self.members):
+            raise ConfigError(
+                f"train.seeds {self.seeds}, train.learning_rates {self.learning_rates}: give each value once"
+            )
+
+    @property
+    def members(self) -> list[tuple[int, float]]:
+        """The grid, a (seed, learning rate) each."""
+        return [(seed, rate) for rate in self.learning_rates for seed in self.seeds]
+
+    @property
+    def blocks(self) -> range:
+        """The steps at which a line is logged."""
+        return range(self.log_every, self.steps + 1, self.log_every)
+
+
+class State(NamedTuple):
+    params: Any
+    optimizer: Any
+
+
+def weight_decay_mask(params: Any) -> Any:
+    """True for the matrices: no weight decay on A_log, dt_bias, norms and biases."""
+
+    def decays(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+        return leaf.ndim >= 2 and not any(name in jax.tree_util.keystr(path) for name in NO_WEIGHT_DECAY)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def optimizer(schedule: Schedule, rate: jax.Array | float) -> optax.GradientTransformation:
+    """AdamW after clipping to norm 1; `rate` is reached after the warm-up and falls to a tenth along a cosine."""
+    shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, schedule.warmup, max(schedule.steps, schedule.warmup + 1), 0.1)
+    adamw = optax.adamw(lambda step: rate * shape(step), b1=0.9, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+class Program:
+    """The compiled functions of one run. Every member of the grid is one entry of the leading axis, G, of the state.
+
+    The key of a seed gives its initial parameters, its held-out rows and, folded with the step, its training rows: mixers and learning
+    rates meet the same data, and a resumed run needs no state of a generator.
+    """
+
+    def __init__(self, build: Any, task: Task, schedule: Schedule):
+        self.task = task
+        self.seeds, self.rates = (jnp.array(column) for column in zip(*schedule.members, strict=True))
+        self._schedule = schedule
+        self._build = build
+        self._graph = nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self.init = jax.jit(jax.vmap(self._init))
+        self.train = jax.jit(jax.vmap(self._train, in_axes=(None, 0, None, 0, 0)), donate_argnums=1)
+        self.evaluate = jax.jit(jax.vmap(self._evaluate, in_axes=(None, 0, 0)))
+
+    def _init(self, seed: jax.Array, rate: jax.Array) -> State:
+        params = nnx.state(self._build(nnx.Rngs(_key(seed, "init"))))
+        return State(params, optimizer(self._schedule, rate).init(params))
+
+    def _train(self, task: Task, state: State, step: jax.Array, seed: jax.Array, rate: jax.Array):
+        """`log_every` steps after `step`, and their mean loss and accuracy."""
+
+        def update(state: State, step: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+            batch = task.batch(jax.random.fold_in(_key(seed, "train"), step))
+
+            def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+                nats, correct = self._predict(params, batch)
+                return mean(nats, batch.mask), mean(correct, batch.mask)
+
+            (value, accuracy), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
+            change, optimizer_state = optimizer(self._schedule, rate).update(gradient, state.optimizer, state.params)
+            return State(optax.apply_updates(state.params, change), optimizer_state), {
+                "loss": value,
+                "accuracy": accuracy,
+            }
+
+        state, scalars = jax.lax.scan(update, state, step + jnp.arange(self._schedule.log_every))
+        return state, jax.tree.map(jnp.mean, scalars)
+
+    def _evaluate(self, task: Task, params: Any, seed: jax.Array) -> dict[str, jax.Array]:
+        """Scores on held-out rows, taken as many at a time as make a training batch's tokens."""
+        batch = task.held_out(_key(seed, "held out"))
+        rows = max(1, task.rows * task.length // batch.inputs.shape[1])
+
+        def predict(row: Batch) -> tuple[jax.Array, jax.Array]:
+            nats, correct = self._predict(params, jax.tree.map(lambda x: x[None], row))
+            return nats[0], correct[0]
+
+        return task.scores(*jax.lax.map(predict, batch, batch_size=rows), batch)
+
+    def _predict(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Cross-entropy in nats, and whether the most likely token is the target, at every position."""
+        logits, _ = nnx.merge(self._graph, params)(batch.inputs, segment_ids=batch.segment_ids)
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
+        return nats, jnp.argmax(logits, axis=-1) == batch.targets
+
+
+def _key(seed: jax.Array | int, purpose: str) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), ("init", "held out", "train").index(purpose))
