@@ -72,7 +72,7 @@ def make(rng, *, B=2, T=70, H=2, HV=4, K=24, V=16, N=None, decay="weak", beta="u
 
 
 def make_raw(rng, *, speed=(0.3, 3.0), dtype="float32", **shape):
-    """Raw inputs: q and k of any length, and per head and channel decay parameters; `speed` is the range of exp(A_log)."""
+    """Raw inputs: q and k of any length, decay parameters of each head and channel; exp(A_log) in the range `speed`."""
     case = make(rng, dtype=dtype, **shape)
     heads, channels = case["g"].shape[2:]
     half = {name: 3 * rng.normal(size=case[name].shape) for name in ("q", "k")}
@@ -85,7 +85,9 @@ def make_raw(rng, *, speed=(0.3, 3.0), dtype="float32", **shape):
 @functools.cache
 def operator(**options):
     """Jitted (arrays, cotangents, packing) -> ((o, final_state), gradients) of `kda`; one program a shape."""
-    return _differentiated(lambda q, k, v, g, beta, s, **p: kda_jax.kda(q, k, v, g, beta, initial_state=s, **options, **p))
+    return _differentiated(
+        lambda q, k, v, g, beta, s, **p: kda_jax.kda(q, k, v, g, beta, initial_state=s, **options, **p)
+    )
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The oracle: Kimi Delta Attention token by token in float64, with gradients derived by hand.
 
-Nothing here comes from the library or from JAX, so a mistake in one is not repeated in the other. A state S is [N, HV, K, V]; one token does
+Nothing here comes from the library or from JAX, so that a mistake in one is not repeated in the other.
+A state S is [N, HV, K, V]; one token does
 
     D = exp(g) S        e = v - k^T D        S' = D + beta k e^T        o = scale * S'^T q
 
@@ -33,7 +34,7 @@ def sum_heads(dx, heads):
 
 
 def sequences(batch, length, segment_ids=None, cu_seqlens=None):
-    """Every sequence as (batch rows, tokens, state read, state written), the last two lists of indices into N (empty: zeros, nothing)."""
+    """Every sequence as lists (rows, tokens, states read, states written); no state read means zeros."""
     if cu_seqlens is not None:
         starts, ends = list(cu_seqlens[:-1]), list(cu_seqlens[1:])
         return [([0], list(range(s, e)), [n], [n]) for n, (s, e) in enumerate(zip(starts, ends, strict=True))]
@@ -55,7 +56,7 @@ def sequences(batch, length, segment_ids=None, cu_seqlens=None):
 
 
 def recurrence(q, k, v, g, beta, scale, state):
-    """One sequence a batch row, as many key heads as value heads. Returns o, S_T and the trace (D, e, S') of every token."""
+    """One sequence a row, as many key heads as value heads: o, the last state, and (D, e, S') of every token."""
     o, trace = np.zeros_like(v), []
     for t in range(v.shape[1]):
         decayed = np.exp(g[:, t])[..., None] * state
@@ -84,7 +85,9 @@ def recurrence_adjoint(q, k, v, g, beta, scale, trace, do, dstate):
     return dq, dk, dv, dg, dbeta, dstate
 
 
-def kda(q, k, v, g, beta, initial_state=None, *, scale=None, segment_ids=None, cu_seqlens=None, do=None, dfinal_state=None):
+def kda(
+    q, k, v, g, beta, initial_state=None, *, scale=None, segment_ids=None, cu_seqlens=None, do=None, dfinal_state=None
+):
     """(o, final_state), or with cotangents ((o, final_state), gradients of q, k, v, g, beta, initial_state)."""
     q, k, v, g, beta = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
     (batch, length, heads, key_channels), (value_heads, value_channels) = q.shape, v.shape[2:]
@@ -143,12 +146,28 @@ def decay_adjoint(g_raw, A_log, dt_bias, lower_bound, dg):
     return dx, dA_log, dx.sum((0, 1))
 
 
-def kda_raw(q, k, v, g_raw, beta_raw, A_log, dt_bias, initial_state=None, *, lower_bound=None, beta_scale=1.0, do=None, **options):
+def kda_raw(
+    q,
+    k,
+    v,
+    g_raw,
+    beta_raw,
+    A_log,
+    dt_bias,
+    initial_state=None,
+    *,
+    lower_bound=None,
+    beta_scale=1.0,
+    do=None,
+    **options,
+):
     """`kda` on l2_normalize(q), l2_normalize(k), decay(g_raw), beta_scale * sigmoid(beta_raw).
 
     With cotangents also the gradients of q, k, v, g_raw, beta_raw, A_log, dt_bias, initial_state.
     """
-    q, k, v, g_raw, beta_raw, A_log, dt_bias = (np.asarray(x, np.float64) for x in (q, k, v, g_raw, beta_raw, A_log, dt_bias))
+    q, k, v, g_raw, beta_raw, A_log, dt_bias = (
+        np.asarray(x, np.float64) for x in (q, k, v, g_raw, beta_raw, A_log, dt_bias)
+    )
     g = decay(g_raw, A_log, dt_bias, lower_bound)
     beta = beta_scale * sigmoid(beta_raw)
     out = kda(l2_normalize(q), l2_normalize(k), v, g, beta, initial_state, do=do, **options)
@@ -162,7 +181,9 @@ def kda_raw(q, k, v, g_raw, beta_raw, A_log, dt_bias, initial_state=None, *, low
 
 
 def diagonal_plus_low_rank(q, k, v, g, a, b, initial_state, *, scale, do=None, dfinal_state=None):
-    """S' = (Diag exp(g) + b a^T) S + k v^T, o = scale * S'^T q: every member of the family is a choice of a and b. All heads alike.
+    """S' = (Diag exp(g) + b a^T) S + k v^T, o = scale * S'^T q, with as many key heads as value heads.
+
+    The delta rule is a = exp(g) k, b = -beta k; plain linear attention with decay is a = b = 0.
 
     With cotangents also the gradients of q, k, v, g, a, b, initial_state.
     """

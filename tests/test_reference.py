@@ -1,4 +1,4 @@
-"""The oracle itself: its gradients against finite differences, its values against vectors from other public implementations."""
+"""The oracle itself: gradients against finite differences, values against vectors from other public implementations."""
 
 import pathlib
 
@@ -36,7 +36,14 @@ SEGMENTS = np.array([[0, 3, 3, 0, 3, 5, 5, 0, 0], [0] * 9, [1, 1, 2, 2, 2, 1, 1,
 @pytest.mark.parametrize("segment_ids", [None, SEGMENTS], ids=["whole", "packed"])
 def test_gradients_are_finite_differences(rng, segment_ids):
     q, k = rng.normal(size=(2, 3, 9, 2, 3)) / 2
-    arrays = [q, k, rng.normal(size=(3, 9, 4, 5)), -rng.random((3, 9, 4, 3)), 2 * rng.random((3, 9, 4)), rng.normal(size=(3, 4, 3, 5))]
+    arrays = [
+        q,
+        k,
+        rng.normal(size=(3, 9, 4, 5)),
+        -rng.random((3, 9, 4, 3)),
+        2 * rng.random((3, 9, 4)),
+        rng.normal(size=(3, 4, 3, 5)),
+    ]
     assert_gradients(rng, lambda *x, **options: reference.kda(*x, segment_ids=segment_ids, **options), arrays)
 
 
@@ -57,7 +64,12 @@ def test_low_rank_gradients_are_finite_differences(rng):
 
 def test_delta_rule_is_a_low_rank_transition(rng):
     q, k = rng.normal(size=(2, 1, 7, 2, 3)) / 2
-    v, g, beta, s = rng.normal(size=(1, 7, 2, 5)), -rng.random((1, 7, 2, 3)), rng.random((1, 7, 2, 1)), rng.normal(size=(1, 2, 3, 5))
+    v, g, beta, s = (
+        rng.normal(size=(1, 7, 2, 5)),
+        -rng.random((1, 7, 2, 3)),
+        rng.random((1, 7, 2, 1)),
+        rng.normal(size=(1, 2, 3, 5)),
+    )
     got = reference.diagonal_plus_low_rank(q, k, beta * v, g, np.exp(g) * k, -beta * k, s, scale=3.0)
     for x, want in zip(got, reference.kda(q, k, v, g, beta[..., 0], s, scale=3.0), strict=True):
         np.testing.assert_allclose(x, want, rtol=1e-12)
@@ -75,6 +87,8 @@ def test_agrees_with_other_implementations(path):
         do=data["do"],
         dfinal_state=data["dfinal_state"],
     )
-    got = {"o": o, "final_state": final_state} | {f"grad_{n}": x for n, x in zip(names, grads, strict=True) if f"grad_{n}" in data}
+    got = {"o": o, "final_state": final_state} | {
+        f"grad_{n}": x for n, x in zip(names, grads, strict=True) if f"grad_{n}" in data
+    }
     for name, x in got.items():
         tolerances.assert_close(x, data[name], tolerances.GOLDEN, name)

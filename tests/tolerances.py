@@ -1,17 +1,17 @@
-"""How far a result may be from the float64 oracle on the same (rounded) inputs, as relative root mean square, and why."""
+"""How far a result may be from the float64 oracle on the same (rounded) inputs, relative root mean square, and why."""
 
 import numpy as np
 
-# float64: both sides round at 1e-16; a sum over a few hundred tokens and channels, amplified by the inverse, stays under 1e-13.
-# float32: unit roundoff 6e-8, chunk sums and the 16-row substitution leave about 1e-6; gradients pass through three more products.
-# bfloat16, float16: inputs are exact for the oracle, so this is the rounding of the outputs (2^-9, 2^-12 at most) and of operands that an
-#   implementation rounds before a matrix product. dg and dbeta are differences of larger sums, dq, dk and dv are rounded once more.
-#   float16 has three bits more than bfloat16, but gets the same bounds: operands may be rounded to either.
+# float64: both sides round at 1e-16; sums over some hundred tokens and channels, and the inverse, leave about 1e-13.
+# float32: the unit roundoff is 6e-8; sums of a chunk and the inverse leave about 1e-6, the backward's products ten times that.
+# bfloat16: the oracle gets the same rounded inputs, so this is the rounding of the outputs (2^-9 at most) and of what an
+#   implementation rounds before a matrix product; dg and dbeta are differences of larger sums.
+# float16: three bits more than bfloat16, but the same bounds, since an implementation may round its operands to either.
 FORWARD = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 8e-3, "float16": 8e-3}
 GATE_GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
-# Identical keys with beta near 1 make each write a small difference of large terms: half-precision operands lose two more digits.
+# Identical keys with beta near 1: every write is a small difference of large terms.
 IDENTICAL_KEYS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 
 GOLDEN = 1e-4  # float32 vectors that other implementations computed in float32
@@ -30,7 +30,9 @@ def error(got, want) -> float:
     What underflows in the dtype of `got` counts as zero: a gradient of exp(-300) is 0 in float32.
     """
     tiny = np.finfo(np.float64 if np.asarray(got).dtype == np.float64 else np.float32).tiny
-    got, want = (np.where(np.abs(x) < tiny, 0.0, x) for x in (np.asarray(got).astype(np.float64), np.asarray(want, np.float64)))
+    got, want = (
+        np.where(np.abs(x) < tiny, 0.0, x) for x in (np.asarray(got).astype(np.float64), np.asarray(want, np.float64))
+    )
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
     if not np.isfinite(got).all():
         return np.inf
