@@ -2,11 +2,11 @@
 
 import numpy as np
 
-# float64: both sides round at 1e-16; sums over some hundred tokens and channels, and the inverse, leave about 1e-13.
-# float32: the unit roundoff is 6e-8; sums of a chunk and the inverse leave about 1e-6, the backward's products ten times that.
-# bfloat16: the oracle gets the same rounded inputs, so this is the rounding of the outputs (2^-9 at most) and of what an
-#   implementation rounds before a matrix product; dg and dbeta are differences of larger sums.
-# float16: three bits more than bfloat16, but the same bounds, since an implementation may round its operands to either.
+# float64: both sides round at 1e-16; sums over some hundred tokens and the inverse leave about 1e-13.
+# float32: the unit roundoff is 6e-8; sums of a chunk and the inverse leave about 1e-6, the backward ten times that.
+# bfloat16: the oracle gets the same rounded inputs; what remains is the rounding of the outputs (2^-9 at most)
+#   and of what an implementation rounds before a matrix product. dg and dbeta are differences of larger sums.
+# float16: three bits more, but the same bounds, since an implementation may round its operands to either.
 FORWARD = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 8e-3, "float16": 8e-3}
 GATE_GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
