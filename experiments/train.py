@@ -95,16 +95,17 @@ class Program:
     def __init__(self, build: Any, task: Task, schedule: Schedule):
         self.task = task
         self.seeds, self.rates = (jnp.array(column) for column in zip(*schedule.members, strict=True))
-        self._schedule = schedule
+        self.schedule = schedule
         self._build = build
-        self._graph = nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self._graph, shapes = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         self.init = jax.jit(jax.vmap(self._init))
         self.train = jax.jit(jax.vmap(self._train, in_axes=(None, 0, None, 0, 0)), donate_argnums=1)
         self.evaluate = jax.jit(jax.vmap(self._evaluate, in_axes=(None, 0, 0)))
 
     def _init(self, seed: jax.Array, rate: jax.Array) -> State:
         params = nnx.state(self._build(nnx.Rngs(_key(seed, "init"))))
-        return State(params, optimizer(self._schedule, rate).init(params))
+        return State(params, optimizer(self.schedule, rate).init(params))
 
     def _train(self, task: Task, state: State, step: jax.Array, seed: jax.Array, rate: jax.Array):
         """`log_every` steps after `step`, and their mean loss and accuracy."""
@@ -117,13 +118,13 @@ class Program:
                 return mean(nats, batch.mask), mean(correct, batch.mask)
 
             (value, accuracy), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
-            change, optimizer_state = optimizer(self._schedule, rate).update(gradient, state.optimizer, state.params)
+            change, optimizer_state = optimizer(self.schedule, rate).update(gradient, state.optimizer, state.params)
             return State(optax.apply_updates(state.params, change), optimizer_state), {
                 "loss": value,
                 "accuracy": accuracy,
             }
 
-        state, scalars = jax.lax.scan(update, state, step + jnp.arange(self._schedule.log_every))
+        state, scalars = jax.lax.scan(update, state, step + jnp.arange(self.schedule.log_every))
         return state, jax.tree.map(jnp.mean, scalars)
 
     def _evaluate(self, task: Task, params: Any, seed: jax.Array) -> dict[str, jax.Array]:
@@ -146,3 +147,75 @@ class Program:
 
 def _key(seed: jax.Array | int, purpose: str) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), ("init", "held out", "train").index(purpose))
+
+
+class Checkpoints:
+    """The newest state of a run in `directory`; a save is complete or absent, whenever the process dies."""
+
+    def __init__(self, directory: Path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    @property
+    def step(self) -> int:
+        """The step of the newest save, 0 before the first."""
+        return self._manager.latest_step() or 0
+
+    def save(self, step: int, state: State) -> None:
+        self._manager.save(step, args=ocp.args.StandardSave(state._asdict()))
+
+    def restore(self, like: State) -> State:
+        """The newest save; `like` has the structure, shapes and types."""
+        return State(**self._manager.restore(self.step, args=ocp.args.StandardRestore(like._asdict())))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def fit(program: Program, directory: Path, header: dict[str, Any], title: str) -> None:
+    """Train to the last step, from where an earlier call that was killed left off.
+
+    `directory` receives metrics.jsonl, a line a grid member every `log_every` steps; timing.jsonl, the same steps' speed, which no two runs
+    share; and checkpoints/. What leads to a checkpoint is written before it, so that the log can always be cut back to its step.
+    """
+    schedule = program.schedule
+    checkpoints = Checkpoints(directory / "checkpoints")
+    start = checkpoints.step
+    if start == schedule.steps:
+        checkpoints.close()
+        return
+    like = jax.eval_shape(program.init, program.seeds, program.rates)
+    state = checkpoints.restore(like) if start else program.init(program.seeds, program.rates)
+    log = metrics.Log(directory / "metrics.jsonl", header, start)
+    timing = metrics.Log(directory / "timing.jsonl", header, start)
+    train = program.train.lower(program.task, state, jnp.int32(0), program.seeds, program.rates).compile()
+    tokens = program.task.rows * program.task.length * len(schedule.members) * schedule.log_every
+    with tqdm(total=schedule.steps, initial=start, desc=title, unit="step") as bar:
+        for step in (s for s in schedule.blocks if s > start):
+            began = time.perf_counter()
+            state, scalars = jax.block_until_ready(
+                train(program.task, state, jnp.int32(step - schedule.log_every), program.seeds, program.rates)
+            )
+            speed = tokens / (time.perf_counter() - began)
+            if step % schedule.eval_every == 0 or step == schedule.steps:
+                held_out = program.evaluate(program.task, state.params, program.seeds)
+                scalars |= {f"eval_{name}": value for name, value in held_out.items()}
+            lines = list(_lines(step, schedule, scalars))
+            log.append(lines)
+            timing.append([{"step": step, "tokens_per_second": speed}])
+            if step % schedule.checkpoint_every == 0 or step == schedule.steps:
+                checkpoints.save(step, state)
+            best = min(lines, key=lambda line: line["loss"])
+            bar.set_postfix_str(
+                f"loss={best['loss']:.3f} accuracy={best['accuracy']:.3f} tokens/s={speed:,.0f}", refresh=False
+            )
+            bar.update(schedule.log_every)
+    for closing in (log, timing, checkpoints):
+        closing.close()
+
+
+def _lines(step: int, schedule: Schedule, scalars: dict[str, jax.Array]) -> Iterator[dict[str, Any]]:
+    """One line a member of the grid."""
+    values = {name: np.asarray(value).tolist() for name, value in scalars.items()}
+    for g, (seed, rate) in enumerate(schedule.members):
+        yield {"step": step, "seed": seed, "learning_rate": rate} | {name: value[g] for name, value in values.items()}

@@ -25,8 +25,11 @@ class Batch(NamedTuple):
 class Task(Protocol):
     """A frozen dataclass that is also a pytree: its arrays, if it has any, enter a compiled program as arguments."""
 
-    length: int
-    rows: int
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -37,7 +40,7 @@ class Task(Protocol):
     def held_out(self, key: jax.Array) -> Batch:
         """Rows to evaluate on."""
 
-    def scores(self, nats: Float[Array, "B T"], correct: Bool[Array, "B T"], batch: Batch) -> dict[str, jax.Array]:
+    def scores(self, nats: Float[Array, "B T"], correct: Bool[Array, "B T"], batch: Batch, /) -> dict[str, jax.Array]:
         """Scalars for held-out rows, from each position's cross-entropy and whether its most likely token was right."""
 
 
@@ -46,12 +49,11 @@ def mean(x: Array, mask: Bool[Array, "B T"]) -> jax.Array:
     return jnp.sum(x, where=mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def require_positive(task: object) -> None:
-    """Raise a ValueError that names the first integer field of the dataclass `task` below 1."""
-    for field in dataclasses.fields(task):  # type: ignore[arg-type]
-        value = getattr(task, field.name)
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"task.{field.name} is {value}: expected at least 1")
+def require_positive(**fields: int) -> None:
+    """Raise a ValueError that names the first of a task's `fields` below 1."""
+    for name, value in fields.items():
+        if value < 1:
+            raise ValueError(f"task.{name} is {value}: give at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Synthetic:
     eval_rows: int
 
     def __post_init__(self) -> None:
-        require_positive(self)
+        require_positive(**dataclasses.asdict(self))
 
     def row(self, key: jax.Array) -> Batch:
         """One row: arrays of shape [T]."""

@@ -38,11 +38,11 @@ class Recall(Synthetic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.distinct > self.keys:
-            raise ValueError(f"task.distinct is {self.distinct}: expected at most task.keys = {self.keys}")
+            raise ValueError(f"task.distinct is {self.distinct}: give at most task.keys = {self.keys}")
         needed = 2 * self.pairs + 1 + self.distinct
         if self.length < needed:
             parts = f"{self.pairs} pairs, a separator and {self.distinct} queries"
-            raise ValueError(f"task.length is {self.length}: expected at least {needed} for {parts}")
+            raise ValueError(f"task.length is {self.length}: give at least {needed} for {parts}")
 
     @property
     def pairs(self) -> int:

@@ -26,7 +26,7 @@ class Palindrome(Synthetic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length < 4 or self.length % 2:
-            raise ValueError(f"task.length is {self.length}: expected an even number of at least 4")
+            raise ValueError(f"task.length is {self.length}: give an even number of at least 4")
 
     @property
     def vocab_size(self) -> int:

@@ -43,24 +43,24 @@ class Text:
     @classmethod
     def load(cls, *, length: int, rows: int, eval_length: int) -> Self:
         """Read experiments/data."""
+        require_positive(length=length, rows=rows, eval_length=eval_length)
         documents = read()
         training = [text for i, (_, text) in enumerate(documents) if i % 10 != 9]
         held_out = documents[9::10]
+        lengths = [len(text) for text in training]
         openings = np.zeros((len(held_out), eval_length + 1), np.uint8)
         sizes = np.array([min(len(text), eval_length + 1) for _, text in held_out], np.int32)
         for row, size, (_, text) in zip(openings, sizes, held_out, strict=True):
             row[:size] = np.frombuffer(text[:size], np.uint8)
-        task = cls(
+        return cls(
             length=length,
             rows=rows,
             decades=tuple(year // 10 * 10 for year, _ in held_out),
-            stream=np.frombuffer(b"".join(training), np.uint8),
-            document=np.repeat(np.arange(1, len(training) + 1, dtype=np.uint16), [len(text) for text in training]),
-            openings=openings,
-            sizes=sizes,
+            stream=jnp.asarray(np.frombuffer(b"".join(training), np.uint8)),
+            document=jnp.asarray(np.repeat(np.arange(1, len(training) + 1, dtype=np.uint16), lengths)),
+            openings=jnp.asarray(openings),
+            sizes=jnp.asarray(sizes),
         )
-        require_positive(task)
-        return task
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,23 @@
+"""Stack: follow 64 last-in-first-out stacks at once.
+
+    python -m experiments.main --config=experiments/configs/stack.py --workdir=runs/stack
+    python -m experiments.main --config=experiments/configs/stack.py:tiny --workdir=runs/stack_tiny
+
+TIME_STACK
+"""
+
+from ml_collections import ConfigDict
+
+from experiments.configs import base
+
+
+def published() -> ConfigDict:
+    return base.published(name="stack", length=512, rows=64, eval_rows=256, stacks=64, symbols=64)
+
+
+def tiny() -> ConfigDict:
+    return base.tiny(name="stack", length=48, rows=32, eval_rows=256, stacks=4, symbols=16)
+
+
+def get_config(variant: str = "published") -> ConfigDict:
+    return base.choose(variant, {"published": published, "tiny": tiny})

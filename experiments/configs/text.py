@@ -1,0 +1,26 @@
+"""A byte-level language model on the State of the Union, bits a byte on held-out documents.
+
+    python -m experiments.main --config=experiments/configs/text.py --workdir=runs/text
+    python -m experiments.main --config=experiments/configs/text.py:tiny --workdir=runs/text_tiny
+
+TIME_TEXT
+"""
+
+from ml_collections import ConfigDict
+
+from experiments.configs import base
+
+
+def published() -> ConfigDict:
+    return base.published(name="text", length=2048, rows=16, eval_length=8192)
+
+
+def tiny() -> ConfigDict:
+    config = base.tiny(name="text", length=128, rows=8, eval_length=512)
+    config.model.width = 64
+    config.model.head_dim = 32
+    return config
+
+
+def get_config(variant: str = "published") -> ConfigDict:
+    return base.choose(variant, {"published": published, "tiny": tiny})

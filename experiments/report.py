@@ -1,0 +1,147 @@
+"""The table of a workdir: for each mixer the learning rate its grid chose, the median over seeds at that rate, and every seed."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import metrics
+from kda_jax.models.config import KINDS
+
+Line = dict[str, Any]
+THRESHOLD = 0.95  # of held-out tokens, for "steps to 95 %"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The log of one mixer, and the median of its speed."""
+
+    mixer: str
+    header: dict[str, Any]
+    lines: list[Line]
+    tokens_per_second: float
+
+    @property
+    def score(self) -> str:
+        """The scalar that decides: bits a byte where there are such, else the accuracy of held-out tokens."""
+        return "eval_bits_per_byte" if "eval_bits_per_byte" in self.lines[-1] else "eval_accuracy"
+
+    @property
+    def rate(self) -> float:
+        """The learning rate with the best median score at the last step; equal scores are told apart by the loss."""
+        sign = 1 if self.score == "eval_bits_per_byte" else -1
+
+        def badness(rate: float) -> tuple[float, float]:
+            last = self.last(rate)
+            return sign * _median(last, self.score), _median(last, "eval_loss")
+
+        return min(dict.fromkeys(line["learning_rate"] for line in self.lines), key=badness)
+
+    def last(self, rate: float) -> list[Line]:
+        """The last line of every seed at `rate`."""
+        step = self.lines[-1]["step"]
+        return [line for line in self.lines if line["step"] == step and line["learning_rate"] == rate]
+
+    def curve(self, name: str) -> dict[int, tuple[list[int], list[float]]]:
+        """Steps and values of the scalar `name` at the chosen rate, by seed."""
+        rate = self.rate
+        curves: dict[int, tuple[list[int], list[float]]] = {}
+        for line in self.lines:
+            if line["learning_rate"] == rate and name in line:
+                steps, values = curves.setdefault(line["seed"], ([], []))
+                steps.append(line["step"])
+                values.append(line[name])
+        return curves
+
+    def steps_to(self, accuracy: float) -> list[float]:
+        """For each seed at the chosen rate, the first evaluated step with that accuracy; infinity if none."""
+        curves = self.curve("eval_accuracy").values()
+        return [next((s for s, a in zip(*curve, strict=True) if a >= accuracy), float("inf")) for curve in curves]
+
+
+def load(workdir: Path) -> list[Run]:
+    """The finished runs in `workdir`, in the order of the config's mixers when there is one, else by name."""
+    runs = []
+    for path in sorted(workdir.glob("*/metrics.jsonl"), key=lambda path: KINDS.index(path.parent.name)):
+        header, lines = metrics.read(path)
+        if lines and lines[-1]["step"] == header["config"]["train"]["steps"]:
+            _, timing = metrics.read(path.with_name("timing.jsonl"))
+            speed = statistics.median(line["tokens_per_second"] for line in timing)
+            runs.append(Run(header["config"]["model"]["mixer"], header, lines, speed))
+    return runs
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """Markdown: the comparison, and for text the bits a byte by position in the document and by decade."""
+    if runs[0].score == "eval_accuracy":
+        return _align([_RECALL_HEAD, *(_recall_row(run) for run in runs)])
+    slices = [name for name in runs[0].lines[-1] if name.startswith("eval_bits_per_byte_")]
+    by_position = [name for name in slices if "_from_" in name]
+    by_decade = [name for name in slices if "_from_" not in name]
+    return "\n".join(
+        [
+            _align([_TEXT_HEAD, *(_text_row(run) for run in runs)]),
+            "Bits a byte by position in the document, from this byte to the next column's:\n",
+            _align(_slice_table(runs, by_position, "eval_bits_per_byte_from_")),
+            "Bits a byte by decade:\n",
+            _align(_slice_table(runs, by_decade, "eval_bits_per_byte_")),
+        ]
+    )
+
+
+_RECALL_HEAD = [
+    "mixer", "parameters", "rate", "token accuracy", "whole sequence", "steps to 95 %", "tokens/s", "token accuracy by seed",
+]  # fmt: skip
+_TEXT_HEAD = ["mixer", "parameters", "rate", "bits a byte", "token accuracy", "tokens/s", "bits a byte by seed"]
+
+
+def _recall_row(run: Run) -> list[str]:
+    last = run.last(run.rate)
+    steps = statistics.median(run.steps_to(THRESHOLD))
+    return [
+        *_what(run),
+        f"{_median(last, 'eval_accuracy'):.3f}",
+        f"{_median(last, 'eval_sequence_accuracy'):.3f}",
+        "not reached" if steps == float("inf") else f"{steps:,.0f}",
+        f"{run.tokens_per_second:,.0f}",
+        _by_seed(last, "eval_accuracy"),
+    ]
+
+
+def _text_row(run: Run) -> list[str]:
+    last = run.last(run.rate)
+    return [
+        *_what(run),
+        f"{_median(last, 'eval_bits_per_byte'):.3f}",
+        f"{_median(last, 'eval_accuracy'):.3f}",
+        f"{run.tokens_per_second:,.0f}",
+        _by_seed(last, "eval_bits_per_byte"),
+    ]
+
+
+def _slice_table(runs: Iterable[Run], names: Sequence[str], prefix: str) -> list[list[str]]:
+    head = ["mixer", *(name.removeprefix(prefix) for name in names)]
+    return [head, *([run.mixer, *(f"{_median(run.last(run.rate), name):.3f}" for name in names)] for run in runs)]
+
+
+def _what(run: Run) -> list[str]:
+    return [run.mixer, f"{run.header['parameters']:,}", f"{run.rate:g}"]
+
+
+def _by_seed(last: Iterable[Line], name: str) -> str:
+    return ", ".join(f"{line['seed']}: {line[name]:.3f}" for line in last)
+
+
+def _median(lines: Iterable[Line], name: str) -> float:
+    return statistics.median(line[name] for line in lines)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that is also readable as plain text; numbers stand on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *body = (
+        ["| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |"] for row in rows
+    )
+    rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|"
+    return "\n".join([*head, rule, *(line for row in body for line in row)]) + "\n"
