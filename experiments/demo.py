@@ -2,8 +2,8 @@
 
     python -m experiments.demo [--workdir=runs/demo]
 
-Trains KDA, Gated DeltaNet and KDA without the delta rule on overwrite recall, and KDA on the text; prints the tables and
-plots the curves.
+Trains KDA, Gated DeltaNet and KDA without the delta rule on overwrite recall, and KDA on the text; prints the tables
+and plots the curves.
 """
 
 from pathlib import Path

@@ -136,7 +136,8 @@ class Program:
             nats, correct = self._predict(params, jax.tree.map(lambda x: x[None], row))
             return nats[0], correct[0]
 
-        return task.scores(*jax.lax.map(predict, batch, batch_size=rows), batch)
+        nats, correct = jax.lax.map(predict, batch, batch_size=rows)
+        return task.scores(nats, correct, batch)
 
     def _predict(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Cross-entropy in nats, and whether the most likely token is the target, at every position."""

@@ -40,7 +40,7 @@ class Task(Protocol):
     def held_out(self, key: jax.Array) -> Batch:
         """Rows to evaluate on."""
 
-    def scores(self, nats: Float[Array, "B T"], correct: Bool[Array, "B T"], batch: Batch, /) -> dict[str, jax.Array]:
+    def scores(self, nats: Float[Array, "B T"], correct: Bool[Array, "B T"], batch: Batch) -> dict[str, jax.Array]:
         """Scalars for held-out rows, from each position's cross-entropy and whether its most likely token was right."""
 
 
