@@ -1,6 +1,6 @@
 """Run an ablation; intentionally kept short.
 
-    python -m experiments.main --config=experiments/configs/mqar.py:tiny --workdir=runs/mqar [--config.model.mixer=kda,gdn]
+    python -m experiments.main --config=experiments/configs/mqar.py:tiny --workdir=runs/mqar [--config.FIELD=VALUE ...]
 
 The same command resumes an interrupted run. The configs' docstrings say what each costs and shows.
 """
@@ -23,6 +23,7 @@ _WORKDIR = flags.DEFINE_string(
 
 
 def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # the checkpoint library tells every step of a save
     try:
         runs = sweep.run(_CONFIG.value, Path(_WORKDIR.value))
     except ConfigError as error:
@@ -41,7 +42,7 @@ def parse(argv: list[str]) -> list[str]:
         sys.exit(f"error: {_one_line(cause if isinstance(cause, ConfigError) else error)}")
     except (AttributeError, KeyError) as error:
         sys.exit(
-            f"error: --config has no such field: {_one_line(error.__context__ or error)}; the file of --config lists its fields"
+            f"error: no such config field: {_one_line(error.__context__ or error)}; see the file given as --config"
         )
     return rest
 

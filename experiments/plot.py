@@ -1,4 +1,4 @@
-"""A figure of a workdir: held-out accuracy, or bits a byte, against steps; a line a mixer, its median over seeds, and every seed faintly."""
+"""Held-out accuracy, or bits a byte, against steps: for each mixer the median over seeds, and every seed faintly."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments.report import Run
 
-# Colour is the decay, dashes are the missing delta rule: the pairs that differ in the delta rule alone share a colour (Okabe and Ito's).
+# Mixers that differ in the delta rule alone share a colour (Okabe and Ito's) and differ in the dashes.
 BLUE, ORANGE, GREEN, PURPLE, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000"
 STYLES = {
     "kda": ("KDA", BLUE, "-"),

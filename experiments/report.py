@@ -1,4 +1,4 @@
-"""The table of a workdir: for each mixer the learning rate its grid chose, the median over seeds at that rate, and every seed."""
+"""The table of a workdir: for each mixer the learning rate its grid chose, the median over seeds there, and every seed."""
 
 import dataclasses
 import statistics
@@ -61,7 +61,7 @@ class Run:
 
 
 def load(workdir: Path) -> list[Run]:
-    """The finished runs in `workdir`, in the order of the config's mixers when there is one, else by name."""
+    """The finished runs in `workdir`, in the order of `KINDS`."""
     runs = []
     for path in sorted(workdir.glob("*/metrics.jsonl"), key=lambda path: KINDS.index(path.parent.name)):
         header, lines = metrics.read(path)
@@ -140,8 +140,8 @@ def _median(lines: Iterable[Line], name: str) -> float:
 def _align(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table that is also readable as plain text; numbers stand on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *body = (
-        ["| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |"] for row in rows
+    rule = ["-" * (width - 1) + ":" for width in widths]
+    padded = (
+        [cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (rows[0], rule, *rows[1:])
     )
-    rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|"
-    return "\n".join([*head, rule, *(line for row in body for line in row)]) + "\n"
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in padded)

@@ -88,8 +88,8 @@ def optimizer(schedule: Schedule, rate: jax.Array | float) -> optax.GradientTran
 class Program:
     """The compiled functions of one run. Every member of the grid is one entry of the leading axis, G, of the state.
 
-    The key of a seed gives its initial parameters, its held-out rows and, folded with the step, its training rows: mixers and learning
-    rates meet the same data, and a resumed run needs no state of a generator.
+    The key of a seed gives its initial parameters, its held-out rows and, folded with the step, its training rows: mixers and
+    learning rates meet the same data, and a resumed run needs no state of a generator.
     """
 
     def __init__(self, build: Any, task: Task, schedule: Schedule):
@@ -176,8 +176,9 @@ class Checkpoints:
 def fit(program: Program, directory: Path, header: dict[str, Any], title: str) -> None:
     """Train to the last step, from where an earlier call that was killed left off.
 
-    `directory` receives metrics.jsonl, a line a grid member every `log_every` steps; timing.jsonl, the same steps' speed, which no two runs
-    share; and checkpoints/. What leads to a checkpoint is written before it, so that the log can always be cut back to its step.
+    `directory` receives metrics.jsonl, a line a grid member every `log_every` steps; timing.jsonl, their speed, apart because
+    no two runs share it; and checkpoints/. The lines up to a checkpoint are written before it, so that a log can always be
+    cut back to the newest one.
     """
     schedule = program.schedule
     checkpoints = Checkpoints(directory / "checkpoints")
