@@ -1,1 +1,27 @@
-"""Flax layers built on the operators."""
+"""Flax layers built on the operators: NNX modules, and in `linen` the same for Linen."""
+
+from kda_jax.layers import linen
+from kda_jax.layers.attention import Attention
+from kda_jax.layers.cache import AttentionCache, DeltaCache
+from kda_jax.layers.conv import ShortConvolution
+from kda_jax.layers.kda import KimiDeltaAttention
+from kda_jax.layers.mixer import MIXERS, MixerConfig, mixer_config
+from kda_jax.layers.mla import LatentAttention, MLAConfig
+from kda_jax.layers.mlp import SwiGLU
+from kda_jax.layers.norm import GatedRMSNorm
+
+__all__ = [
+    "MIXERS",
+    "Attention",
+    "AttentionCache",
+    "DeltaCache",
+    "GatedRMSNorm",
+    "KimiDeltaAttention",
+    "LatentAttention",
+    "MLAConfig",
+    "MixerConfig",
+    "ShortConvolution",
+    "SwiGLU",
+    "linen",
+    "mixer_config",
+]

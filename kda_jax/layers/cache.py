@@ -1,0 +1,129 @@
+"""What a layer remembers between calls: the same type for a prefill, its continuation and decoding token by token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kda_jax.ops.packing import plan_segments
+from kda_jax.ops.types import SegmentIds, State, TokenMask
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tails", "state"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class DeltaCache:
+    """Memory of a `KimiDeltaAttention`: one size, however many tokens it has seen.
+
+    Attributes:
+      tails: the last W - 1 inputs of the convolutions on q, k and v, each [B, W - 1, channels].
+      state: [B, HV, K, V], float32.
+    """
+
+    tails: tuple[Float[Array, "B W-1 C"], ...]
+    state: State
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["entries", "sequence", "length"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class AttentionCache:
+    """Memory of an attention layer: the entries of at most `capacity` tokens a row. Padding takes no place.
+
+    Attributes:
+      entries: one array [B, capacity, ...] for each thing a token leaves behind: keys and values, or MLA's latent.
+      sequence: [B, capacity] int32, which of the row's sequences a place belongs to, from 1; 0 is an empty place.
+      length: [B] int32, tokens so far; more than the capacity once a row has overflowed.
+    """
+
+    entries: tuple[Float[Array, "B S *entry"], ...]
+    sequence: Int[Array, "B S"]
+    length: Int[Array, " B"]
+
+    @property
+    def capacity(self) -> int:
+        return self.sequence.shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Where the tokens of a call stand.
+
+    Attributes:
+      valid: [B, T], not padding.
+      sequence: [B, T], the row's sequence, counted as in the cache; for padding that of the token before it.
+      position: [B, T], the token's place in its sequence, from 0.
+    """
+
+    valid: TokenMask
+    sequence: Int[Array, "B T"]
+    position: Int[Array, "B T"]
+
+    def mask(self) -> Bool[Array, "B 1 T T"]:
+        """Which token may see which: itself and the earlier ones of its own sequence."""
+        same = self.sequence[:, :, None] == self.sequence[:, None, :]
+        causal = jnp.tril(jnp.ones((same.shape[1],) * 2, bool))[None]
+        return (same & causal & self.valid[:, None, :])[:, None]
+
+
+def locate(segment_ids: SegmentIds | None, shape: tuple[int, int], cache: AttentionCache | None = None) -> Tokens:
+    """Where tokens [B, T] = `shape` stand, the first sequence of a row continuing the last one in its cache.
+
+    Raises:
+      ValueError: if the call alone is longer than the cache.
+    """
+    if cache is not None and segment_ids is None and shape[1] > cache.capacity:
+        raise ValueError(f"{shape[1]} tokens do not fit a cache of capacity {cache.capacity}; make a larger one")
+    plan = plan_segments(jnp.ones(shape, jnp.int32) if segment_ids is None else segment_ids)
+    current = jnp.zeros(shape[:1], jnp.int32) if cache is None else jnp.max(cache.sequence, axis=1, initial=0)
+    reset = plan.reset.astype(jnp.int32)
+    sequence = jnp.maximum(current, 1)[:, None] + jnp.cumsum(reset, axis=1)
+    rank = jnp.cumsum(plan.valid.astype(jnp.int32), axis=1) - 1  # among the call's own tokens
+    if cache is not None:
+        kept = jnp.sum((cache.sequence == current[:, None]) & (cache.sequence > 0), axis=1, dtype=jnp.int32)
+        rank = rank + kept[:, None]
+    start = jax.lax.cummax(jnp.where(plan.reset, rank, 0), axis=1)
+    return Tokens(plan.valid, sequence, rank - start)
+
+
+def append(
+    cache: AttentionCache, entries: tuple[Float[Array, "B T *entry"], ...], tokens: Tokens
+) -> tuple[AttentionCache, Bool[Array, "B 1 T S"]]:
+    """The cache with the entries of a call's tokens added, and which place each token may see.
+
+    Tokens past the capacity are counted but not stored.
+
+    Raises:
+      ValueError: if a row overflows, where that can be known: outside `jit`.
+    """
+    rank = jnp.cumsum(tokens.valid.astype(jnp.int32), axis=1)
+    place = cache.length[:, None] + rank - 1
+    length = cache.length + jnp.sum(tokens.valid, axis=1, dtype=jnp.int32)
+    if not isinstance(length, jax.core.Tracer) and bool(jnp.any(length > cache.capacity)):
+        raise ValueError(f"the cache has capacity {cache.capacity} and would hold {int(jnp.max(length))} tokens")
+    rows = jnp.arange(place.shape[0])[:, None]
+    target = jnp.where(tokens.valid, place, cache.capacity)  # padding falls off the end
+
+    def write(old: Array, new: Array) -> Array:
+        return old.at[rows, target].set(new.astype(old.dtype), mode="drop")
+
+    sequence = write(cache.sequence, tokens.sequence)
+    stored = tuple(write(old, new) for old, new in zip(cache.entries, entries, strict=True))
+    same = tokens.sequence[:, :, None] == sequence[:, None, :]
+    causal = jnp.arange(cache.capacity)[None, None] <= place[:, :, None]
+    return AttentionCache(stored, sequence, length), (same & causal)[:, None]
+
+
+def init_attention_cache(batch_size: int, capacity: int, entries: tuple[jax.ShapeDtypeStruct, ...]) -> AttentionCache:
+    """An empty cache for entries of the given shapes (without batch and place) and dtypes.
+
+    Raises:
+      ValueError: if `capacity` is not positive.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    return AttentionCache(
+        tuple(jnp.zeros((batch_size, capacity, *e.shape), e.dtype) for e in entries),
+        jnp.zeros((batch_size, capacity), jnp.int32),
+        jnp.zeros(batch_size, jnp.int32),
+    )
