@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels of Kimi Delta Attention for NVIDIA Hopper."""

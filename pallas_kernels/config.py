@@ -1,0 +1,26 @@
+"""Tuning of the kernels: one frozen value, and the default for a shape."""
+
+import dataclasses
+
+MULTIPROCESSORS = 132  # of an H200 or H100 SXM
+VALUES = 64  # values a warpgroup of the scan
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """warpgroups: of the scan's blocks, each with 64 values. stages: chunks a block of the scan holds in shared memory."""
+
+    warpgroups: int = 1
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
+        if self.stages not in (2, 3, 4):
+            raise ValueError(f"stages must be 2, 3 or 4, got {self.stages}")
+
+
+def default_config(sequence_heads: int, value_channels: int) -> Config:
+    """For B x HV sequences of heads: as many blocks as fit the chip at once, and no more."""
+    blocks = sequence_heads * (value_channels // VALUES)
+    return Config(warpgroups=2 if blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0 else 1)

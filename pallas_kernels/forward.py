@@ -1,0 +1,41 @@
+"""The forward pass: `prepare` over all chunks at once, then `scan` over each sequence and head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.config import Config
+from pallas_kernels.prepare import CHUNK, make_prepare
+from pallas_kernels.scan import make_scan
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    *,
+    scale: float,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(o [B, T, HV, V] in v's dtype, final state [B, HV, K, V] float32) for activated inputs; shapes as in `kda`.
+
+    The inputs must be supported (`support.unsupported_reason`); every g <= 0 is exact.
+    """
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    rows = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, -T % CHUNK), (0, 0)))
+    rows = rows.transpose(0, 2, 1).reshape(B * HV, pl.cdiv(T, CHUNK) * CHUNK)
+    prepared = make_prepare(q.shape, v.shape, v.dtype, scale, interpret)(q, k, v, g.astype(jnp.float32), rows)
+    scan = make_scan(
+        B, T, HV, K, V, v.dtype,
+        warpgroups=config.warpgroups, stages=config.stages, has_state=initial_state is not None, interpret=interpret,
+    )  # fmt: skip
+    state = () if initial_state is None else (initial_state.astype(jnp.float32),)
+    o, final_state = scan(*prepared, *state)
+    return o, final_state

@@ -1,0 +1,213 @@
+"""Stage 1 of the forward: everything in a chunk of 64 tokens that needs no state, one warpgroup a chunk and head.
+
+With P_ij = exp(sum_{j < s <= i} g_s) a channel, the decay from token j to token i, and Q = scale q,
+
+    A_ij = sum_d Q_i k_j P_ij   (i >= j)            L_ij = beta_i sum_d k_i k_j P_ij   (i > j)          X = (I + L)^-1 Diag(beta)
+    U_i = decay from before the chunk to i           D_i = decay from i to the chunk's end
+    qU = Q U      kD = k D      w = X (k U)      u = X v      total = U of the last token
+
+(Kimi Linear, arXiv 2510.26692, section 3; X is in the places of its T.) The next stage needs only qU, kD, w, u, A and total.
+
+The decay is exact for every g <= 0. No sum of g is formed: exp(g) is taken once, and U, D of runs of s rows grow to runs of 2 s rows by
+products, U of the second half times the first half's last U, D of the first half times the second half's last U. A pair (i, j) is counted at
+the one level s where i lies in the second and j in the first half of a run of 2 s, as (q_i U_i) (k_j D_j) with both factors at most 1.
+Levels 1 to 8 stay in a warp's 16 rows; between the four blocks of 16 rows the factor is (U_i of block w) (ends of the blocks between) (D_j).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import fragments as fr
+from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
+
+CHUNK = fr.ROWS
+GROUP = 32  # channels a pass over the scores: what the registers hold
+LOG2E = 1.4426950408889634
+f32, i32 = jnp.float32, jnp.int32
+# rows of the table of the blocks' last U: three of ones, the four blocks, three of ones; then the same four decayed over the whole chunk
+BEFORE, AFTER, WHOLE, TABLE = 3, 7, 10, 14
+
+
+def tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the tiling that TMA writes, wgmma reads, and slices of GROUP channels fit."""
+    width = min(128, GROUP * jnp.dtype(dtype).itemsize)
+    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=fr.LAYOUT)
+
+
+def _iota(dimension: int, columns: int) -> jax.Array:
+    return plgpu.broadcasted_iota(i32, (CHUNK, columns), dimension, layout=fr.LAYOUT)
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((CHUNK, columns), f32), fr.LAYOUT)
+
+
+def _choose(index: jax.Array, options: dict[int, jax.Array]) -> jax.Array:
+    """options[index], 0 where there is none."""
+    out = _zeros(fr.BLOCK)
+    for i, option in options.items():
+        out = jnp.where(index == i, option, out)
+    return out
+
+
+def scores(qs: Any, ks: Any, gs: Any, kUs: Any, ends: Any, operand: Any, scale: float, interpret: bool) -> tuple[Any, ...]:
+    """Products of queries and of keys with keys: within a block (two arrays [64, 16]), and for distances 1 to 3 between blocks.
+
+    On the way it turns q into qU and k into kD in shared memory, writes k U to kUs and the blocks' last U to `ends`.
+    """
+    dtype = ks.dtype
+    kw = dict(interpret=interpret)
+    row = _iota(0, GROUP)
+
+    def group(m: jax.Array, totals: Any) -> Any:
+        stacked, crossed, diagonal, between = totals
+        cs = pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
+        operand_m = operand.at[lax.rem(m, 2)]
+        q, k = _load(qs.at[:, cs]), _load(ks.at[:, cs])
+        times = lambda x, factor: x * factor.astype(dtype)
+
+        # 1. levels 1, 2, 4: in runs of eight rows
+        U = jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
+        D = jnp.ones_like(U)
+        diagonal = fr.stacked_scores(diagonal, q, k, **kw)
+        level_totals = []
+        for s, total in zip((1, 2, 4), stacked, strict=True):
+            second = (row & s) == s
+            F = jnp.where(second, U, D)
+            level_totals.append(fr.stacked_scores(total, times(q, F), times(k, F), **kw))
+            grown = F * fr.sibling_end(U, s, **kw)
+            U, D = jnp.where(second, grown, U), jnp.where(second, D, grown)
+        # 2. level 8: the two halves of a block
+        F = fr.by_half(D, U, **kw)
+        crossed = fr.crossed_scores(crossed, times(q, F), times(k, F), **kw)
+        grown = F * fr.sibling_end(U, 8, **kw)
+        U, D = fr.by_half(U, grown, **kw), fr.by_half(grown, D, **kw)
+        # 3. between blocks: keys decayed to the end of their block meet rows decayed from there
+        fr.store_operand(operand_m, times(k, D), **kw)
+        fr.store_ends(ends.at[pl.ds(BEFORE, 4), cs], U, **kw)
+        plgpu.commit_smem()
+        end = lambda offset: fr.load_ends(ends.at[:, cs], BEFORE + offset, **kw)
+        pairs = []
+        for distance, total in zip((1, 2, 3), between, strict=True):
+            pairs.append(fr.block_scores(total, times(q, U), times(k, U), operand_m, distance, **kw))
+            U = U * end(-distance)
+        # 4. decays over the whole chunk
+        D = D * end(1) * end(2) * end(3)
+        q, k = q.astype(f32), k.astype(f32)
+        fr.store_ends(ends.at[pl.ds(WHOLE, 4), cs], U, **kw)
+        kUs.at[:, cs][...] = (k * U).astype(dtype)
+        qs.at[:, cs][...] = (q * (U * scale)).astype(dtype)
+        ks.at[:, cs][...] = (k * D).astype(dtype)
+        return tuple(level_totals), crossed, diagonal, tuple(pairs)
+
+    z16 = _zeros(16)
+    start = ((z16,) * 3, _zeros(8), z16, ((z16, z16),) * 3)
+    levels, crossed, diagonal, between = lax.fori_loop(0, ks.shape[1] // GROUP, group, start)
+
+    # 5. each level keeps its own pairs of rows
+    r, c = _iota(0, 16) & 7, _iota(1, 16) & 7
+    queries = (_iota(0, 16) & 8) == 0
+    stacked = jnp.where((r == c) & queries, diagonal, z16)
+    for bit, total in enumerate(levels):
+        stacked = jnp.where((r > c) & (((r ^ c) >> bit) == 1), total, stacked)
+    return fr.unstack(stacked, crossed, **kw), between
+
+
+def make_prepare(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, scale: float, interpret: Any = None
+) -> Any:
+    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
+    -> qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
+    """
+    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
+    chunks = pl.cdiv(T, CHUNK)
+    emulated = interpret is not None
+
+    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *scratch: Any) -> None:
+        qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded = scratch
+        gs, (vs, exchange) = gs_vs
+        n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
+        rows = pl.ds(n * CHUNK, CHUNK)
+        head = b * HV + h
+        key_head = lax.div(h, HV // H)
+        for source, target in ((g.at[b, rows, h], gs), (q.at[b, rows, key_head], qs), (k.at[b, rows, key_head], ks)):
+            plgpu.copy_gmem_to_smem(source, target, loaded)
+        beta_rows = plgpu.load(beta.at[head, rows], layout=fr.LAYOUT.reduce(1), optimized=False)
+        beta_rows = lax.broadcast_in_dim(beta_rows, (CHUNK, fr.BLOCK), (0,))
+        ones = _zeros(GROUP) + 1
+        for c in range(0, K, GROUP):
+            for start in (0, AFTER - 1):  # of four rows, one of which a block overwrites
+                fr.store_ends(ends.at[pl.ds(start, 4), pl.ds(c, GROUP)], ones, interpret=emulated)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(loaded)
+
+        (q_own, k_own), between = scores(qs, ks, gs, kUs, ends, operand, scale, emulated)
+        plgpu.commit_smem()
+        # 6. v takes the place of g; the decayed queries and keys leave
+        plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
+        plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
+        plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
+        plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
+        block = _iota(0, fr.BLOCK) >> 4
+        by_distance = [q_own, *(x for x, _ in between)]
+        columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
+        As[...] = (jnp.concatenate(columns, 1) * scale).astype(dtype)
+        # 7. X, transposed
+        L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
+        X = inverse_transposed(L, exchange, interpret=emulated)
+        columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
+        Xs[...] = jnp.concatenate(columns, 1).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(As, A.at[head, rows])
+        # 8. w = X (k U), u = X v
+        def product(operand: Any) -> jax.Array:
+            def body(total: Any) -> jax.Array:
+                plgpu.wgmma(total, Xs.T, operand)
+                return total[...]
+
+            return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
+
+        w_chunk = product(kUs)
+        plgpu.barrier_wait(v_loaded)
+        u_chunk = product(vs)
+        plgpu.commit_smem()
+        kUs[...], vs[...] = w_chunk, u_chunk
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
+        plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    N, padded = B * HV, chunks * CHUNK
+    shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct((N, *s), dtype)
+    return plgpu.kernel(
+        kernel,
+        out_type=[shape(padded, K)] * 3 + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)],
+        grid=(chunks, HV, B),
+        grid_names=("n", "h", "b"),
+        scratch_types=[
+            tile((CHUNK, K), dtype),
+            tile((CHUNK, K), dtype),
+            tile((CHUNK, K), dtype),
+            plgpu.RefUnion(tile((CHUNK, K), f32), [tile((CHUNK, V), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
+            tile((CHUNK, CHUNK), dtype),
+            tile((CHUNK, CHUNK), dtype),
+            plgpu.SMEM((TABLE, K), f32),
+            plgpu.SMEM((2, CHUNK, GROUP), dtype),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
