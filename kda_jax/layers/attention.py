@@ -110,8 +110,8 @@ class Attention(nnx.Module):
           cache: from `init_cache` or an earlier call; it belongs to the row's first sequence.
 
         Raises:
-          ValueError: for a wrong shape, or a cache that overflows, where that can be known: outside `jit`, or when the call
-            alone is too long. Under `jit` the output of a row that overflows is NaN.
+          ValueError: for a wrong shape, or a cache that overflows where that can be known: outside `jit`, or when the
+            call alone is too long. Under `jit` the output of a row that overflows is NaN.
         """
         check_inputs(x, self.in_features, segment_ids)
         tokens = locate(segment_ids, x.shape[:2], cache)

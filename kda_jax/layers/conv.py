@@ -13,7 +13,7 @@ from kda_jax.ops.types import SegmentIds
 class ShortConvolution(nnx.Module):
     """y_t = silu(sum_j w_j x_{t-j}) over the `width` latest tokens of the sequence, channel by channel, without bias.
 
-    Padding is as if it were not there: the tokens on its two sides are neighbours, its output is 0, the tail does not move.
+    Padding is as if it were not there: the tokens on its two sides are neighbours, its output is 0, the tail stays.
 
     Args:
       features: channels C.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kda_jax.layers.cache import DeltaCache
 from kda_jax.layers.conv import ShortConvolution
 from kda_jax.layers.inputs import check_inputs
-from kda_jax.layers.mixer import MixerConfig, init_decay
+from kda_jax.layers.mixer import KDA, MixerConfig, init_decay
 from kda_jax.layers.norm import GatedRMSNorm
 from kda_jax.ops.api import kda_raw, kda_raw_step
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
@@ -41,8 +41,8 @@ class KimiDeltaAttention(nnx.Module):
       implementation: of the KDA operator, see `kda_jax.kda`; None for the best supported.
 
     Raises:
-      ValueError: for a size that is not positive, a `num_value_heads` that H does not divide, or an `implementation` for a
-        mixer that is not KDA.
+      ValueError: for a size that is not positive, a `num_value_heads` that H does not divide, or an `implementation`
+        for a mixer that is not KDA.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KimiDeltaAttention(nnx.Module):
         head_dim: int,
         *,
         num_value_heads: int | None = None,
-        mixer: MixerConfig = MixerConfig(),
+        mixer: MixerConfig = KDA,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         implementation: str | Sequence[str] | None = None,

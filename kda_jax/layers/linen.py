@@ -6,8 +6,8 @@
             y, cache = linen.KimiDeltaAttention(64, num_heads=2, head_dim=32)(x)
             return nn.Dense(10)(y)
 
-Arguments are those of the NNX layer without `rngs`, and Linen's `name`. The parameters are the collection "params", in the NNX
-layer's tree. A cache is an argument and a result here too, not a collection.
+Arguments are those of the NNX layer without `rngs`, and Linen's `name`. The parameters are the collection "params",
+in the NNX layer's tree. A cache is an argument and a result here too, not a collection.
 """
 
 import functools

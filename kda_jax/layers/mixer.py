@@ -1,4 +1,4 @@
-"""How a linear-attention layer mixes tokens, as data: KDA, the mixers it is compared with, and where their decay starts."""
+"""How a linear-attention layer mixes tokens, as data: KDA, what it is compared with, and where their decay starts."""
 
 import dataclasses
 from typing import Literal
@@ -17,8 +17,8 @@ class MixerConfig:
     Attributes:
       decay: one log decay a key channel (KDA), one a value head (Gated DeltaNet), or None.
       delta_rule: a write replaces what the state holds for its key; False only adds to it.
-      write: strength of a write: "sigmoid", beta = sigmoid(b_proj x); "dt", Mamba-2's softplus(f_proj x + dt_bias), which
-        also sets the decay and needs decay "head".
+      write: strength of a write: "sigmoid", beta = sigmoid(b_proj x); "dt", Mamba-2's softplus(f_proj x + dt_bias),
+        which also sets the decay and needs decay "head".
       normalize: L2-normalise queries and keys.
       lower_bound: None for the unbounded softplus decay, or a number in [-5, 0) for Kimi K3's bounded one.
       negative_eigenvalues: beta in [0, 2] instead of [0, 1].
@@ -74,6 +74,8 @@ class MixerConfig:
         return self.decay == "channel" and self.delta_rule and self.normalize
 
 
+KDA = MixerConfig()
+
 MIXERS: dict[str, dict] = {
     "kda": {"decay": "channel", "delta_rule": True},
     "gdn": {"decay": "head", "delta_rule": True},
@@ -86,7 +88,7 @@ MIXERS: dict[str, dict] = {
 """What each name changes: decay {per channel, per head, none} times delta rule {on, off}, and a Mamba-2-like one."""
 
 
-def mixer_config(name: str, base: MixerConfig = MixerConfig()) -> MixerConfig:
+def mixer_config(name: str, base: MixerConfig = KDA) -> MixerConfig:
     """`base` with the fields that define the mixer `name`, a key of `MIXERS`.
 
     Raises:

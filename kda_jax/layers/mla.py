@@ -47,6 +47,9 @@ class MLAConfig:
             raise ValueError(f"MLAConfig.value_dim must be at most key_dim + shared_dim, got {self}")
 
 
+KIMI_LINEAR = MLAConfig()
+
+
 class LatentAttention(nnx.Module):
     """Causal attention whose keys and values come from one latent a token (Kimi Linear, section 4; NoPE):
 
@@ -54,8 +57,8 @@ class LatentAttention(nnx.Module):
         k_h  = [W_uk_h c, e]        v_h = W_uv_h c                 W_uk, W_uv are the two parts of kv_b_proj
         y    = W_o concat_h(softmax((P + E)^-1/2 q_h k^T) v_h)     times sigmoid(W_g x) before W_o with an output gate
 
-    The cache holds [c, e] alone. A call on a cache folds W_uk into the query and W_uv into the output ("absorbed"), so that
-    heads attend to the latents directly, as long as that costs less than making keys and values of the whole cache.
+    The cache holds [c, e] alone. A call on a cache folds W_uk into the query and W_uv into the output ("absorbed"), so
+    that heads attend to the latents directly, as long as that costs less than making keys and values of all the cache.
 
     Args:
       in_features: width of x and y.
@@ -73,7 +76,7 @@ class LatentAttention(nnx.Module):
         self,
         in_features: int,
         num_heads: int,
-        config: MLAConfig = MLAConfig(),
+        config: MLAConfig = KIMI_LINEAR,
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,

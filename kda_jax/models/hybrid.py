@@ -86,7 +86,7 @@ class HybridLM(nnx.Module):
           cache: from `init_cache` or an earlier call: one call prefills, continues a prefill, and decodes.
 
         Raises:
-          ValueError: for a wrong shape or dtype, a cache for another number of layers, or one that overflows (see `Attention`).
+          ValueError: for a wrong shape or dtype, a cache of another length, or one that overflows (see `Attention`).
         """
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
