@@ -17,7 +17,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
 
 
 class Log:
-    """Appends lines to `path`: to a new file that begins with `header` if `step` is 0, else to what it held up to `step`."""
+    """Appends lines to `path`: if `step` is 0 a new file that begins with `header`, else what it held up to `step`."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], step: int):
         if step > 0:
@@ -53,7 +53,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def provenance() -> dict[str, Any]:
-    """The versions of what computes, and the commit of this source ("-dirty" if it was edited, null outside a checkout)."""
+    """The versions of what computes, and the commit of this source ("-dirty" if edited, null outside a checkout)."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -1,6 +1,7 @@
-"""The table of a workdir: for each mixer the learning rate its grid chose, the median over seeds there, and every seed."""
+"""The table of a workdir: for each mixer the learning rate that its grid chose, and there the median and every seed."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -134,14 +135,13 @@ def _by_seed(last: Iterable[Line], name: str) -> str:
 
 
 def _median(lines: Iterable[Line], name: str) -> float:
-    return statistics.median(line[name] for line in lines)
+    """Not a number, from a run that diverged, counts as infinity."""
+    return statistics.median(float("inf") if math.isnan(line[name]) else line[name] for line in lines)
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table that is also readable as plain text; numbers stand on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * (width - 1) + ":" for width in widths]
-    padded = (
-        [cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (rows[0], rule, *rows[1:])
-    )
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in padded)
+    lines = (" | ".join(map(str.rjust, row, widths)) for row in (rows[0], rule, *rows[1:]))
+    return "".join(f"| {line} |\n" for line in lines)

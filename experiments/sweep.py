@@ -17,8 +17,8 @@ from experiments.train import Program, Schedule, fit
 def run(config: ConfigDict, workdir: Path) -> list[report.Run]:
     """Train `config.model.mixer`, one mixer or several with commas between, each in its own folder of `workdir`.
 
-    Finished runs are skipped and an interrupted one goes on from its last checkpoint: the same command resumes. More mixers
-    may join later; everything else must be as in the workdir's config.json. Writes report.md and plot.png about all runs.
+    Finished runs are skipped and an interrupted one goes on from its last checkpoint: the same command resumes. More
+    mixers may join later; all else must be as in the workdir's config.json. report.md and plot.png show all runs.
 
     Raises:
       ConfigError: for a setting that cannot be used, before anything is trained.

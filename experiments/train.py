@@ -88,8 +88,8 @@ def optimizer(schedule: Schedule, rate: jax.Array | float) -> optax.GradientTran
 class Program:
     """The compiled functions of one run. Every member of the grid is one entry of the leading axis, G, of the state.
 
-    The key of a seed gives its initial parameters, its held-out rows and, folded with the step, its training rows: mixers and
-    learning rates meet the same data, and a resumed run needs no state of a generator.
+    A seed's key gives its initial parameters, its held-out rows and, folded with the step, its training rows: mixers
+    and learning rates meet the same data, and a resumed run needs no state of a generator.
     """
 
     def __init__(self, build: Any, task: Task, schedule: Schedule):
@@ -176,9 +176,9 @@ class Checkpoints:
 def fit(program: Program, directory: Path, header: dict[str, Any], title: str) -> None:
     """Train to the last step, from where an earlier call that was killed left off.
 
-    `directory` receives metrics.jsonl, a line a grid member every `log_every` steps; timing.jsonl, their speed, apart because
-    no two runs share it; and checkpoints/. The lines up to a checkpoint are written before it, so that a log can always be
-    cut back to the newest one.
+    `directory` receives metrics.jsonl, a line a grid member every `log_every` steps; timing.jsonl, their speed, apart
+    because no two runs share it; and checkpoints/. The lines up to a checkpoint are written before it, so that a log can
+    always be cut back to the newest one.
     """
     schedule = program.schedule
     checkpoints = Checkpoints(directory / "checkpoints")
@@ -207,7 +207,7 @@ def fit(program: Program, directory: Path, header: dict[str, Any], title: str) -
             timing.append([{"step": step, "tokens_per_second": speed}])
             if step % schedule.checkpoint_every == 0 or step == schedule.steps:
                 checkpoints.save(step, state)
-            best = min(lines, key=lambda line: line["loss"])
+            best = max(lines, key=lambda line: line["accuracy"])
             bar.set_postfix_str(
                 f"loss={best['loss']:.3f} accuracy={best['accuracy']:.3f} tokens/s={speed:,.0f}", refresh=False
             )
