@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.tasks import Batch, Synthetic
 
@@ -54,18 +55,19 @@ class Recall(Synthetic):
 
     def row(self, key: jax.Array) -> Batch:
         """Slot s is the s-th of the `distinct` keys: `name[s]` is its token, `order` lists the slot of each write."""
-        separator, blank = self.vocab_size - 2, self.vocab_size - 1
-        for_name, for_order, for_value, for_query, for_place = jax.random.split(key, 5)
-        name = jax.random.permutation(for_name, self.keys)[: self.distinct]
-        order = jax.random.permutation(for_order, jnp.repeat(jnp.arange(self.distinct), self.writes))
-        value = self.keys + jax.random.randint(for_value, (self.pairs,), 0, self.values)
-        is_write = order[None, :] == jnp.arange(self.distinct)[:, None]
-        last_write = jnp.max(jnp.where(is_write, jnp.arange(self.pairs)[None, :], -1), axis=1)
+        separator, blank, start = self.vocab_size - 2, self.vocab_size - 1, 2 * self.pairs + 1
+        # One draw for everything: each draw costs compilation time, and ranks of uniform numbers are a random order.
+        sizes = np.cumsum([self.keys, self.pairs, self.pairs, self.distinct, self.length - start])
+        for_name, for_order, for_value, for_query, for_place = jnp.split(jax.random.uniform(key, sizes[-1:]), sizes[:-1])
+        name = jnp.argsort(for_name)[: self.distinct]
+        order = jnp.argsort(for_order) % self.distinct
+        value = self.keys + (self.values * for_value).astype(jnp.int32)
+        query = jnp.argsort(for_query)
+        place = start + jnp.argsort(for_place)[: self.distinct]
 
-        start = 2 * self.pairs + 1
-        query = jax.random.permutation(for_query, self.distinct)
-        place = start + jax.random.permutation(for_place, self.length - start)[: self.distinct]
+        is_write = order[None, :] == query[:, None]
+        answer = value[jnp.max(jnp.where(is_write, jnp.arange(self.pairs)[None, :], -1), axis=1)]  # the last write's
         written = jnp.append(jnp.stack([name[order], value], axis=1).reshape(-1), separator)
         inputs = jnp.full(self.length, blank).at[:start].set(written).at[place].set(name[query])
-        targets = jnp.zeros(self.length, jnp.int32).at[place].set(value[last_write][query])
+        targets = jnp.zeros(self.length, jnp.int32).at[place].set(answer)
         return Batch(inputs, targets, jnp.zeros(self.length, bool).at[place].set(True))
