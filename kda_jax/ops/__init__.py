@@ -1,0 +1,1 @@
+"""The operators: arrays in, arrays out."""

@@ -1,0 +1,181 @@
+"""The public operator over sequences: choose an implementation and run it on checked inputs."""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kda_jax.ops import validate
+from kda_jax.ops.chunk import kda_chunk
+from kda_jax.ops.gates import Decay, l2_normalize, write_strength
+from kda_jax.ops.prepare import SEQUENCE_DIMS, plan, run_sequence, select_valid
+from kda_jax.ops.scan import kda_scan
+from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values, state_dtype
+
+Implementation = str | Sequence[str] | None
+
+
+def _scan(*inputs, g_min, chunk_size, **options):
+    del g_min, chunk_size  # the recurrence needs neither
+    return kda_scan(*inputs, **options)
+
+
+# Best first: the order of `implementation=None`.
+_IMPLEMENTATIONS: dict[str, Callable] = {"chunk": kda_chunk, "scan": _scan}
+
+
+def choose(implementation: Implementation, known: dict[str, Callable]) -> Callable:
+    """The first of the implementations asked for."""
+    if implementation is None:
+        return next(iter(known.values()))
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names or any(name not in known for name in names):
+        raise ValueError(
+            f"implementation must be None, one of {list(known)} or a sequence of them, got {implementation!r}"
+        )
+    return known[names[0]]
+
+
+def kda(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay,
+    beta: Beta,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    segment_ids: SegmentIds | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    g_min: float | None = None,
+    chunk_size: int = 64,
+    implementation: Implementation = None,
+) -> tuple[Values, State]:
+    """Kimi Delta Attention of activated inputs (Kimi Linear, arXiv 2510.26692, section 3).
+
+        S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T          o_t = scale * S_t^T q_t
+
+    Args:
+      q, k: [B, T, H, K] queries and keys. Keys of norm at most 1 keep the state bounded for beta up to 2.
+      v: [B, T, HV, V] values; HV is a multiple of H and value head j uses key head j // (HV // H).
+      g: [B, T, HV, K] log decay in nats, finite and <= 0; any such value is exact and safe, however strong.
+      beta: [B, T, HV] write strength, in [0, 1], or [0, 2] for negative eigenvalues.
+      scale: of the output; K**-0.5 by default.
+      initial_state: [N, HV, K, V], zero by default; N = B, or the number of sequences in `cu_seqlens`.
+      segment_ids: [B, T] integers: equal ids are one sequence, 0 is padding, the state resets where the id changes. The
+        initial state belongs to a row's first segment, the final state to its last.
+      cu_seqlens: [N + 1] integers with B = 1: sequence n holds the tokens cu_seqlens[n] <= t < cu_seqlens[n + 1]. Equal
+        neighbours are an empty sequence, whose state passes through. Each sequence has an initial and a final state.
+      g_min: a number in [-5, 0): your promise that g >= g_min everywhere, which allows dense tiles. Where it is broken
+        the result is wrong.
+      chunk_size: tokens a chunk, a power of two; the result does not depend on it beyond rounding.
+      implementation: None for the best that is supported, a name ("chunk", "scan") for that or an error, or a sequence
+        of names, the first supported of which runs.
+
+    Returns:
+      o: [B, T, HV, V] in v's dtype, zero for tokens of no sequence (which have zero gradients too).
+      final_state: [N, HV, K, V], float32 (float64 where an input is float64).
+
+    Raises:
+      ValueError, TypeError: at trace time, naming the argument, what it is and what was expected.
+    """
+    validate.check_chunking(chunk_size, g_min)
+    o, final_state, *_ = run_sequence(
+        choose(implementation, _IMPLEMENTATIONS),
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta},
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        g_min=g_min,
+        chunk_size=chunk_size,
+    )
+    return o, final_state
+
+
+def kda_with_states(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay,
+    beta: Beta,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    segment_ids: SegmentIds | None = None,
+    g_min: float | None = None,
+    chunk_size: int = 64,
+) -> tuple[Values, State, Float[Array, "B chunks HV K V"]]:
+    """`kda` by the chunkwise form, with the state after every chunk: the checkpoints of a prefix cache.
+
+    Returns:
+      o and final_state as `kda`; states [B, ceil(T / chunk_size), HV, K, V], where states[:, c] is the state after
+      min((c + 1) * chunk_size, T) tokens. Passed as `initial_state`, it resumes there.
+    """
+    validate.check_chunking(chunk_size, g_min)
+    o, final_state, before = run_sequence(
+        kda_chunk,
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta},
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        cu_seqlens=None,
+        g_min=g_min,
+        chunk_size=chunk_size,
+    )
+    after = jnp.concatenate([before, final_state[None]])[1:]
+    return o, final_state, jnp.moveaxis(after, 0, 1)
+
+
+def kda_raw(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g_raw: LogDecay,
+    beta_raw: Beta,
+    decay: Decay,
+    *,
+    negative_eigenvalues: bool = False,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    segment_ids: SegmentIds | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    chunk_size: int = 64,
+    implementation: Implementation = None,
+) -> tuple[Values, State]:
+    """Kimi Delta Attention of a layer's raw projections: `kda(l2(q), l2(k), v, decay(g_raw), beta)`.
+
+        l2(x) = x * rsqrt(sum x^2 + 1e-6)        beta = sigmoid(beta_raw), twice that with `negative_eigenvalues`
+
+    Args:
+      q, k, v, g_raw, beta_raw: the projections, shaped as the arguments of `kda`.
+      decay: parameters of the decay; with a `lower_bound` the dense tiles of `kda`'s `g_min` are used.
+      negative_eigenvalues: whether beta reaches 2.
+      scale, initial_state, segment_ids, cu_seqlens, chunk_size, implementation: as in `kda`.
+
+    Returns:
+      o and final_state as `kda`, with gradients for every projection, `decay.A_log` and `decay.dt_bias`.
+
+    Raises:
+      ValueError, TypeError: at trace time, naming the argument, what it is and what was expected.
+    """
+    arrays = {"q": q, "k": k, "v": v, "g_raw": g_raw, "beta_raw": beta_raw}
+    sizes = validate.check_inputs(arrays, SEQUENCE_DIMS)
+    validate.check_packing(segment_ids, cu_seqlens, sizes)
+    validate.check_decay(decay, sizes)
+    packing = plan(segment_ids, cu_seqlens, sizes["T"])
+    q, k, v, g_raw, beta_raw = select_valid(packing, *arrays.values())
+    return kda(
+        l2_normalize(q.astype(state_dtype(q.dtype))),
+        l2_normalize(k.astype(state_dtype(k.dtype))),
+        v,
+        decay(g_raw),
+        write_strength(beta_raw, negative_eigenvalues),
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        g_min=decay.lower_bound,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )

@@ -1,0 +1,89 @@
+"""Packed sequences: `segment_ids` and `cu_seqlens` become one plan that every implementation reads."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kda_jax.ops.types import CuSeqlens, SegmentIds, TokenMask
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["valid", "reset", "slot", "cu_seqlens"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a packed batch are.
+
+    Attributes:
+      valid: [B, T], the token belongs to a sequence; any other leaves the state alone and gives a zero output.
+      reset: [B, T], the state before the token is zero: a later sequence of a row begins here.
+      slot: [T], the sequence that owns the token's state, or None when a row has one state (`segment_ids`).
+      cu_seqlens: [N + 1], or None.
+    """
+
+    valid: TokenMask
+    reset: TokenMask | None
+    slot: Int[Array, " T"] | None = None
+    cu_seqlens: CuSeqlens | None = None
+
+
+def plan_segments(segment_ids: SegmentIds) -> Packing:
+    """The plan of `segment_ids`: a sequence begins where the id differs from the last id that was not padding."""
+    valid = segment_ids != 0
+    position = jnp.where(valid, jnp.arange(segment_ids.shape[1])[None], -1)
+    last = jax.lax.cummax(position, axis=1)
+    previous = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    previous_id = jnp.take_along_axis(segment_ids, jnp.maximum(previous, 0), axis=1)
+    return Packing(valid, valid & (previous >= 0) & (segment_ids != previous_id))
+
+
+def plan_cu_seqlens(cu_seqlens: CuSeqlens, num_tokens: int) -> Packing:
+    """The plan of `cu_seqlens` for one row of `num_tokens`; equal neighbours are empty sequences."""
+    token = jnp.arange(num_tokens)
+    slot = jnp.searchsorted(cu_seqlens, token, side="right") - 1
+    valid = (slot >= 0) & (slot < cu_seqlens.shape[0] - 1)
+    return Packing(valid[None], None, jnp.clip(slot, 0, max(cu_seqlens.shape[0] - 2, 0)), cu_seqlens)
+
+
+def check_cu_seqlens(cu_seqlens: np.ndarray, num_tokens: int) -> None:
+    """Raises ValueError where a concrete `cu_seqlens` decreases or leaves the row."""
+    if np.any(np.diff(cu_seqlens) < 0) or cu_seqlens[0] < 0 or cu_seqlens[-1] > num_tokens:
+        raise ValueError(
+            f"cu_seqlens must not decrease and must stay within [0, T] = [0, {num_tokens}], got {cu_seqlens}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Alignment:
+    """The tokens of packed sequences moved so that each sequence begins a chunk.
+
+    Attributes:
+      source: [A], the token that aligned position a holds; A is a multiple of the chunk.
+      valid: [A], whether it holds one.
+      target: [T], the aligned position of each token.
+      slot: [A // C], the sequence that each chunk belongs to.
+    """
+
+    source: Int[Array, " A"]
+    valid: Bool[Array, " A"]
+    target: Int[Array, " T"]
+    slot: Int[Array, " A//C"]
+
+
+def align(packing: Packing, chunk_size: int) -> Alignment:
+    """The alignment of a `cu_seqlens` plan to chunks: at most T // C + N chunks, whatever the lengths."""
+    cu, slot = packing.cu_seqlens, packing.slot
+    num_tokens, num_sequences = slot.shape[0], cu.shape[0] - 1
+    ends = jnp.cumsum(-(-jnp.diff(cu) // chunk_size))  # the chunk after each sequence's last
+    starts = jnp.pad(ends, (1, 0))[:-1]
+    chunk = jnp.arange(num_tokens // chunk_size + num_sequences)
+    owner = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), num_sequences - 1)
+    first = cu[owner] + (chunk - starts[owner]) * chunk_size
+    source = first[:, None] + jnp.arange(chunk_size)[None]
+    valid = (source < cu[owner + 1][:, None]).reshape(-1)
+    target = starts[slot] * chunk_size + jnp.arange(num_tokens) - cu[slot]
+    return Alignment(source.reshape(-1), valid, target, owner)
