@@ -1,4 +1,4 @@
-"""The layers under test, each with its oracle, with random parameters: another decay for every head and channel, no scale at 1."""
+"""The layers under test, each with its oracle and random parameters: every head and channel has another decay."""
 
 import dataclasses
 import functools

@@ -1,6 +1,7 @@
-"""The layers' oracle: one sequence [T, D] through one layer in float64 NumPy, token by token, from the layer's parameters.
+"""The layers' oracle: one sequence [T, D] through one layer in float64 NumPy, token by token.
 
-Nothing here comes from the library or from JAX. Parameters are a nested dict named as in the layer; linear maps are [in, out].
+Nothing here comes from the library or from JAX. Parameters are a nested dict, named as in the layer; linear maps are
+[in, out].
 """
 
 import numpy as np

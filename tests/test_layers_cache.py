@@ -1,4 +1,4 @@
-"""One call prefills, continues and decodes: in any pieces, padded anyhow, a layer gives what its oracle gives at once."""
+"""One call prefills, continues and decodes: in any pieces, padded anyhow, a layer gives what its oracle gives."""
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,16 @@ def test_pieces_equal_the_whole(name, rng):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_and_packing_in_pieces(name, rng):
-    """Padding on the left, on the right, in between, of a whole piece, and of one row of a decoding batch; then packed pieces,
-    the second of which starts with the sequence that the first ends with, under another id."""
-    layer, params = layer_cases.build(name, rng), None
+    """Padding on the left, on the right, in between, of a whole piece, and of one row of a decoding batch.
+
+    Then packed pieces: the second starts with the sequence that the first ends with, under another id.
+    """
+    layer = layer_cases.build(name, rng)
     params = layer_cases.parameters(layer)
     ids = np.array(
         [
-            [0, 0, 1, 1, 1, 1, 1] + [1, 0, 1, 1, 0, 1, 1] + [1] + [1],
-            [1, 1, 1, 1, 1, 0, 0] + [0, 0, 0, 0, 0, 0, 0] + [0] + [1],
+            [*(0, 0, 1, 1, 1, 1, 1), *(1, 0, 1, 1, 0, 1, 1), 1, 1],
+            [*(1, 1, 1, 1, 1, 0, 0), *(0, 0, 0, 0, 0, 0, 0), 0, 1],
         ],
         np.int32,
     )

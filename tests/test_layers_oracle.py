@@ -59,7 +59,9 @@ def test_packed_values_and_gradients(name, rng):
         directions = {target: rng.normal(size=grad.shape)}
 
         def loss(step, directions=directions):
-            move = lambda path, leaf: leaf + step * directions.get(path, 0.0)
+            def move(path, leaf):
+                return leaf + step * directions.get(path, 0.0)
+
             moved = jax.tree_util.tree_map_with_path(move, inputs)
             return np.sum(layer_cases.run_oracle(name, moved["params"], moved["x"], IDS) * cotangent)
 

@@ -113,7 +113,7 @@ class Attention(nnx.Module):
           ValueError: for a wrong shape, or a cache that overflows where that can be known: outside `jit`, or when the
             call alone is too long. Under `jit` the output of a row that overflows is NaN.
         """
-        check_inputs(x, self.in_features, segment_ids)
+        check_inputs(x, self.in_features, segment_ids, cache)
         tokens = locate(segment_ids, x.shape[:2], cache)
         heads = lambda y: y.reshape(*x.shape[:2], -1, self.head_dim)  # noqa: E731
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))

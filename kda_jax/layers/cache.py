@@ -24,6 +24,10 @@ class DeltaCache:
     tails: tuple[Float[Array, "B W-1 C"], ...]
     state: State
 
+    @property
+    def batch_size(self) -> int:
+        return self.state.shape[0]
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["entries", "sequence", "length"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,10 @@ class AttentionCache:
     entries: tuple[Float[Array, "B S *entry"], ...]
     sequence: Int[Array, "B S"]
     length: Int[Array, " B"]
+
+    @property
+    def batch_size(self) -> int:
+        return self.sequence.shape[0]
 
     @property
     def capacity(self) -> int:

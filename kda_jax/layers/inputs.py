@@ -3,14 +3,22 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kda_jax.layers.cache import AttentionCache, DeltaCache
 from kda_jax.ops.types import SegmentIds
 
 
-def check_inputs(x: Float[Array, "B T D"], in_features: int, segment_ids: SegmentIds | None) -> None:
-    """Raises ValueError unless x is [B, T, in_features] and segment_ids, if given, integers [B, T]."""
+def check_inputs(
+    x: Float[Array, "B T D"],
+    in_features: int,
+    segment_ids: SegmentIds | None,
+    cache: DeltaCache | AttentionCache | None,
+) -> None:
+    """Raises ValueError unless x is [B, T, in_features], segment_ids integers [B, T] or None, and cache of B rows or None."""
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(f"x must be [B, T, {in_features}], got {x.shape}")
     if segment_ids is not None and (
         segment_ids.shape != x.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
     ):
         raise ValueError(f"segment_ids must be integers {x.shape[:2]}, got {segment_ids.dtype} {segment_ids.shape}")
+    if cache is not None and cache.batch_size != x.shape[0]:
+        raise ValueError(f"cache has {cache.batch_size} rows for an x of {x.shape[0]}")

@@ -127,7 +127,7 @@ class KimiDeltaAttention(nnx.Module):
         Raises:
           ValueError: for a wrong shape.
         """
-        check_inputs(x, self.in_features, segment_ids)
+        check_inputs(x, self.in_features, segment_ids, cache)
         cache = self.init_cache(x.shape[0]) if cache is None else cache
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         convolutions = (self.q_conv, self.k_conv, self.v_conv)

@@ -65,8 +65,10 @@ class MixerConfig:
             )
         if self.decay is None and self.lower_bound is not None:
             raise ValueError(f"MixerConfig.lower_bound needs a decay, got {self.lower_bound=} with decay=None")
-        if self.conv_width < 0:
-            raise ValueError(f"MixerConfig.conv_width must be at least 0, got {self.conv_width}")
+        for name, least in {"conv_width": 0, "value_dim": 1, "chunk_size": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"MixerConfig.{name} must be at least {least}, got {value}")
 
     @property
     def is_kda(self) -> bool:

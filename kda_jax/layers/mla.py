@@ -117,7 +117,7 @@ class LatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], *, segment_ids: SegmentIds | None = None, cache: AttentionCache | None = None
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
         """The attended tokens and the cache after them; arguments, cache and errors as in `Attention`."""
-        check_inputs(x, self.in_features, segment_ids)
+        check_inputs(x, self.in_features, segment_ids, cache)
         tokens = locate(segment_ids, x.shape[:2], cache)
         q = self._queries(x)
         latent, shared = jnp.split(self.kv_a_proj(x), [self.config.latent_dim], axis=-1)

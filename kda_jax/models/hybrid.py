@@ -69,7 +69,8 @@ class HybridLM(nnx.Module):
         self.blocks = nnx.List([Block(kind, config, rngs=rngs) for kind in config.layers])
         self.norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
         if not config.tie_embeddings:
-            self.lm_head = nnx.Linear(config.width, config.vocab_size, use_bias=False, **common)
+            small = nnx.initializers.normal(0.02)  # the published deviation: training starts near the uniform guess
+            self.lm_head = nnx.Linear(config.width, config.vocab_size, use_bias=False, kernel_init=small, **common)
 
     def init_cache(self, batch_size: int, capacity: int) -> Cache:
         """Every layer's empty cache. Attention layers hold at most `capacity` tokens a row, padding not counted."""
