@@ -13,7 +13,8 @@ from kda_jax.layers.conv import ShortConvolution
 from kda_jax.layers.inputs import check_inputs
 from kda_jax.layers.mixer import KDA, MixerConfig, init_decay
 from kda_jax.layers.norm import GatedRMSNorm
-from kda_jax.ops.api import kda_raw, kda_raw_step
+from kda_jax.ops.api import kda_raw
+from kda_jax.ops.decode import kda_raw_step
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.linear import linear_attention
 from kda_jax.ops.types import SegmentIds, state_dtype
@@ -38,7 +39,8 @@ class KimiDeltaAttention(nnx.Module):
       mixer: the layer's choices; `mixer_config(name)` gives the named ones.
       dtype: of the computation, by default that of x and the weights together; decay, beta and state stay float32.
       param_dtype: of the weights, except A_log and dt_bias, which are float32.
-      implementation: of the KDA operator, see `kda_jax.kda`; None for the best supported.
+      implementation: of the KDA operator over sequences, see `kda_jax.kda`; None, as for single tokens, is the best
+        supported.
 
     Raises:
       ValueError: for a size that is not positive, a `num_value_heads` that H does not divide, or an `implementation`
@@ -142,25 +144,20 @@ class KimiDeltaAttention(nnx.Module):
 
     def _kda(self, x, q, k, v, state, segment_ids):
         """The KDA operator on raw projections; a single token without padding takes the step."""
-        g_raw = self._decay_projection(x)
-        beta_raw = self.b_proj(x)
+        raw = (q, k, v, self._decay_projection(x), self.b_proj(x))
         decay = Decay(self.A_log[...], self.dt_bias[...], self.mixer.lower_bound)
-        options = {"negative_eigenvalues": self.mixer.negative_eigenvalues, "implementation": self.implementation}
+        reflect = self.mixer.negative_eigenvalues
         if x.shape[1] == 1 and segment_ids is None:
-            token = [y[:, 0] for y in (q, k, v, g_raw, beta_raw)]
-            o, state = kda_raw_step(*token, decay, state, **options)
+            o, state = kda_raw_step(*(y[:, 0] for y in raw), decay, state, negative_eigenvalues=reflect)
             return o[:, None], state
         return kda_raw(
-            q,
-            k,
-            v,
-            g_raw,
-            beta_raw,
+            *raw,
             decay,
+            negative_eigenvalues=reflect,
             initial_state=state,
             segment_ids=segment_ids,
             chunk_size=self.mixer.chunk_size,
-            **options,
+            implementation=self.implementation,
         )
 
     def _linear_attention(self, x, q, k, v, state, segment_ids):
