@@ -53,7 +53,9 @@ def wide(dtype):
     return "float64" if dtype == "float64" else "float32"
 
 
-def make(rng, *, B=2, T=70, H=2, HV=4, K=24, V=16, N=None, decay="weak", beta="unit", dtype="float32", identical=False):
+def make(
+    rng, *, B=2, T=130, H=2, HV=4, K=24, V=16, N=None, decay="weak", beta="unit", dtype="float32", identical=False
+):
     """Activated inputs, an initial state and random cotangents, rounded to `dtype`."""
     q, k = (rng.normal(size=(B, T, H, K)) for _ in range(2))
     if identical:
@@ -82,7 +84,7 @@ def make_raw(rng, *, speed=(0.3, 3.0), dtype="float32", **shape):
     return {name: x for name, x in (case | raw).items() if name not in ("g", "beta")}
 
 
-@functools.cache
+@functools.lru_cache(typed=True)
 def operator(**options):
     """Jitted (arrays, cotangents, packing) -> ((o, final_state), gradients) of `kda`; one program a shape."""
     return _differentiated(
@@ -90,13 +92,14 @@ def operator(**options):
     )
 
 
-@functools.cache
-def raw_operator(lower_bound=None, **options):
+@functools.lru_cache(typed=True)
+def raw_operator(lower_bound=None, negative_eigenvalues=False, **options):
     """The same of `kda_raw`."""
 
     def call(q, k, v, g_raw, beta_raw, A_log, dt_bias, s, **p):
         decay = Decay(A_log, dt_bias, lower_bound)
-        return kda_jax.kda_raw(q, k, v, g_raw, beta_raw, decay, initial_state=s, **options, **p)
+        more = {"negative_eigenvalues": negative_eigenvalues} | options | p
+        return kda_jax.kda_raw(q, k, v, g_raw, beta_raw, decay, initial_state=s, **more)
 
     return _differentiated(call)
 

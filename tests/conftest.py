@@ -1,6 +1,10 @@
 """Strictness for every test: no implicit broadcasting between ranks, four fake devices, fixed seeds."""
 
+import os
 import zlib
+
+# Before JAX starts: these programs are small and run a few times, so LLVM's optimisations would be most of the time.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 import numpy as np
@@ -8,6 +12,13 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    """Compile a program once for all workers and later runs; what cannot be read from the cache is compiled again."""
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_decay_and_strength(rng, implementation, dtype, decay, beta):
-    case = make(rng, decay=decay, beta=beta, dtype=dtype, T=130)
+    case = make(rng, decay=decay, beta=beta, dtype=dtype)
     got = run(case, implementation=implementation)
     check(got, oracle(case), dtype)
     assert got["o"].dtype == case["v"].dtype
@@ -25,7 +25,7 @@ def test_every_decay_and_strength(rng, implementation, dtype, decay, beta):
 @every
 @pytest.mark.parametrize("decay", DECAYS)
 def test_float64(rng, x64, implementation, decay):
-    case = make(rng, decay=decay, beta="reflecting", dtype="float64", T=130)
+    case = make(rng, decay=decay, beta="reflecting", dtype="float64")
     got = run(case, implementation=implementation)
     check(got, oracle(case), "float64")
     assert got["o"].dtype == got["final_state"].dtype == np.float64
@@ -35,14 +35,14 @@ def test_float64(rng, x64, implementation, decay):
 @pytest.mark.parametrize("decay", BOUNDED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_promised_bound(rng, implementation, dtype, decay):
-    case = make(rng, decay=decay, beta="reflecting", dtype=dtype, T=130)
+    case = make(rng, decay=decay, beta="reflecting", dtype=dtype)
     check(run(case, implementation=implementation, g_min=-5.0), oracle(case), dtype)
 
 
 @every
 @pytest.mark.parametrize("g_min", [-5.0, -0.5])
 def test_promised_bound_float64(rng, x64, implementation, g_min):
-    case = make(rng, decay="bounded", dtype="float64", T=130)
+    case = make(rng, decay="bounded", dtype="float64")
     case["g"] = case["g"] * (-g_min / 5)
     check(run(case, implementation=implementation, g_min=g_min), oracle(case), "float64")
 
@@ -52,7 +52,7 @@ def test_promised_bound_float64(rng, x64, implementation, g_min):
 @pytest.mark.parametrize("g_min", [None, -5.0])
 def test_constant_decay_is_finite_and_right(rng, implementation, g_min, g):
     """An anchor in the middle of a chunk overflows at -5 and is silently wrong at -3."""
-    case = make(rng, T=130, beta="reflecting")
+    case = make(rng, beta="reflecting")
     case["g"] = np.full_like(case["g"], g)
     check(run(case, implementation=implementation, g_min=g_min), oracle(case))
 
@@ -61,7 +61,7 @@ def test_constant_decay_is_finite_and_right(rng, implementation, g_min, g):
 @pytest.mark.parametrize("g_min", [None, -5.0])
 def test_decay_gradient_of_every_row_when_saturated(rng, implementation, g_min):
     """At -5 the pairs i == j, if kept, drown the rest of dg: the mean over all rows would hide it."""
-    case = make(rng, decay="saturated", beta="unit", T=130)
+    case = make(rng, decay="saturated", beta="unit")
     case["dfinal_state"] = np.zeros_like(case["dfinal_state"])
     got, want = run(case, implementation=implementation, g_min=g_min), oracle(case)
     for t in range(130):
@@ -103,7 +103,7 @@ def test_every_chunk_size(rng, chunk_size, g_min):
 @every
 @pytest.mark.parametrize("scale", [1, 1.0, 0.5])
 def test_scale_of_any_number_type(rng, implementation, scale):
-    case = make(rng, T=17, B=1, H=1, HV=1)
+    case = make(rng)
     check(run(case, implementation=implementation, scale=scale), oracle(case, scale=scale))
 
 
@@ -140,19 +140,20 @@ def test_missing_initial_state_is_zero(rng, implementation):
 @every
 def test_zero_values_and_zero_strength(rng, implementation):
     """Without writes the state only decays; zero values still have gradients."""
-    case = make(rng, decay="one", T=20)
+    case = make(rng)
+    case["g"] = np.full_like(case["g"], -1 / 16)
     case["v"], case["beta"] = np.zeros_like(case["v"]), case["beta"] * (rng.random(case["beta"].shape) < 0.5)
     check(run(case, implementation=implementation), oracle(case))
     case["beta"] = np.zeros_like(case["beta"])
     got = run(case, implementation=implementation)
-    np.testing.assert_allclose(got["final_state"], case["initial_state"] * np.exp(-20.0), rtol=1e-5)
+    np.testing.assert_allclose(got["final_state"], case["initial_state"] * np.exp(-130 / 16), rtol=1e-5)
     check(got, oracle(case))
 
 
 @every
 def test_no_decay_is_delta_net(rng, implementation):
     """g = 0 is not masked away: products of (I - beta k k^T) written out."""
-    case = make(rng, decay="none", T=20, B=1, H=1, HV=1)
+    case = make(rng, decay="none")
     state = case["initial_state"][0, 0].astype(np.float64)
     for k, v, beta in zip(*(case[n][0, :, 0].astype(np.float64) for n in ("k", "v", "beta")), strict=True):
         state = (np.eye(len(k)) - beta * np.outer(k, k)) @ state + beta * np.outer(k, v)
@@ -167,18 +168,17 @@ def test_no_decay_is_delta_net(rng, implementation):
 @pytest.mark.parametrize("g", [0.0, -1e-4, -0.05])
 def test_identical_keys(rng, implementation, dtype, g, beta):
     """Powers of L reach 1e9 here while the inverse stays below 2: a Neumann series fails."""
-    case = make(rng, T=130, identical=True, dtype=dtype)
+    case = make(rng, identical=True, dtype=dtype)
     case["g"], case["beta"] = np.full_like(case["g"], g), np.full_like(case["beta"], beta)
-    # dbeta is a small difference of large sums, see tolerances.
-    check(run(case, implementation=implementation), oracle(case), dtype, default=tolerances.IDENTICAL_KEYS[dtype])
+    check(run(case, implementation=implementation), oracle(case), dtype, default=tolerances.IDENTICAL_KEYS[beta, dtype])
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_identical_keys_for_16384_tokens(rng, beta):
-    """No decay and no forgetting: errors of one chunk must not grow over 256."""
+    """No decay: the errors of 256 chunks do not grow at beta 1, and add up at beta 2, where nothing is forgotten."""
     case = make(rng, B=1, T=16384, H=1, HV=1, K=8, V=4, decay="none", identical=True)
     case["beta"] = np.full_like(case["beta"], beta)
-    check(run(case, implementation="chunk"), oracle(case), default=tolerances.IDENTICAL_KEYS["float32"])
+    check(run(case, implementation="chunk"), oracle(case), default=1e-4 if beta == 1 else 1e-2)
 
 
 @pytest.mark.parametrize("g_min", [None, -5.0])
@@ -190,8 +190,8 @@ def test_saturated_for_4096_tokens(rng, g_min):
 @every
 def test_most_negative_decay_forgets(rng, implementation):
     """Any finite decay is exact: the largest float32 resets the state, with zero gradient and no NaN."""
-    case = make(rng, T=70, B=1)
-    case["g"][:, [0, 20, 69]] = -3e38
+    case = make(rng)
+    case["g"][:, [0, 20, 129]] = -3e38
     check(run(case, implementation=implementation), oracle(case))
 
 

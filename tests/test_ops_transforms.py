@@ -1,5 +1,7 @@
 """The operators under JAX's transformations: each equals the plain call, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,12 @@ def inner(xs, ys):
     return sum((x * y).sum() for x, y in zip(xs, ys, strict=True))
 
 
-def loss_of(implementation, **options):
-    """(arrays, cotangents) -> sum of outputs times cotangents, with the outputs."""
+def gradient(implementation):
+    """(arrays, cotangents) -> gradients of sum(outputs * cotangents), and the outputs; not jitted."""
+    return jax.grad(loss_of(implementation), has_aux=True)
 
+
+def loss_of(implementation, **options):
     def loss(arrays, cotangents):
         *inputs, state = arrays
         out = kda_jax.kda(*inputs, initial_state=state, implementation=implementation, **options)
@@ -30,9 +35,19 @@ def loss_of(implementation, **options):
     return loss
 
 
+@functools.cache
+def plain(implementation):
+    """What every transformation is compared with, compiled once."""
+    return jax.jit(gradient(implementation))
+
+
 def split(case):
     """(arrays, cotangents)."""
     return tuple(case[n] for n in ARRAYS), (case["do"], case["dfinal_state"])
+
+
+def stack(trees, axis=0):
+    return jax.tree.map(lambda *x: jnp.stack(x, axis), *trees)
 
 
 def assert_trees_close(got, want, tolerance=1e-5):
@@ -41,77 +56,75 @@ def assert_trees_close(got, want, tolerance=1e-5):
 
 
 @every
-def test_jit_equals_eager(rng, implementation):
-    arguments = split(make(rng, **SHAPE | {"T": 3}))
-    grad = jax.grad(loss_of(implementation), has_aux=True)
-    assert_trees_close(jax.jit(grad)(*arguments), grad(*arguments))
+def test_eager_equals_jit(rng, implementation):
+    arrays, _ = split(make(rng, **SHAPE))
+    call = functools.partial(kda_jax.kda, implementation=implementation)
+    assert_trees_close(call(*arrays[:5]), jax.jit(call)(*arrays[:5]))
 
 
 @every
 def test_vmap_and_vmap_of_grad(rng, implementation):
     arguments = [split(make(rng, **SHAPE)) for _ in range(3)]
-    grad = jax.jit(jax.grad(loss_of(implementation), has_aux=True))
-    want = jax.tree.map(lambda *x: jnp.stack(x), *[grad(*a) for a in arguments])
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *arguments)
-    assert_trees_close(jax.jit(jax.vmap(grad))(*stacked), want)
+    got = jax.jit(jax.vmap(gradient(implementation)))(*stack(arguments))
+    assert_trees_close(got, stack([plain(implementation)(*a) for a in arguments]))
 
 
 @every
 @pytest.mark.parametrize("mapped", ["g", "v", "initial_state"])
 def test_vmap_over_one_input(rng, implementation, mapped):
     arrays, cotangents = split(make(rng, **SHAPE))
+    several = [
+        tuple(np.float32(factor) * x if n == mapped else x for n, x in zip(ARRAYS, arrays, strict=True))
+        for factor in (1, 0.5, 0.1)
+    ]
     axes = tuple(1 if n == mapped else None for n in ARRAYS)
-    several = tuple(
-        jnp.stack([x, 0.5 * x, 0.1 * x], 1) if n == mapped else x for n, x in zip(ARRAYS, arrays, strict=True)
-    )
-    grad = jax.jit(jax.grad(loss_of(implementation), has_aux=True))
-    got = jax.jit(jax.vmap(grad, in_axes=(axes, None)))(several, cotangents)
-    for i, factor in enumerate((1, 0.5, 0.1)):
-        one = tuple(np.float32(factor) * x if n == mapped else x for n, x in zip(ARRAYS, arrays, strict=True))
-        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), grad(one, cotangents))
+    mixed = tuple(x if axis else x[:, 0] for x, axis in zip(stack(several, 1), axes, strict=True))
+    got = jax.jit(jax.vmap(gradient(implementation), in_axes=(axes, None)))(mixed, cotangents)
+    assert_trees_close(got, stack([plain(implementation)(x, cotangents) for x in several]))
 
 
 @every
 def test_vmap_over_packings(rng, implementation):
-    case, ids = make(rng, **SHAPE), rng.integers(0, 3, (3, 2, 19)).astype(np.int32)
-    arguments = split(case)
+    arrays, ids = split(make(rng, **SHAPE))[0], rng.integers(0, 3, (3, 2, 19)).astype(np.int32)
 
     def call(ids):
-        return jax.grad(loss_of(implementation, segment_ids=ids), has_aux=True)(*arguments)
+        return kda_jax.kda(*arrays[:5], segment_ids=ids, implementation=implementation)
 
-    want = jax.tree.map(lambda *x: jnp.stack(x), *map(jax.jit(call), ids))
-    assert_trees_close(jax.jit(jax.vmap(call))(ids), want)
+    assert_trees_close(jax.jit(jax.vmap(call))(ids), stack([jax.jit(call)(x) for x in ids]))
 
 
 @every
 def test_checkpoint(rng, implementation):
-    arguments, loss = split(make(rng, **SHAPE)), loss_of(implementation)
-    want = jax.jit(jax.grad(loss, has_aux=True))(*arguments)
-    assert_trees_close(jax.jit(jax.grad(jax.checkpoint(loss), has_aux=True))(*arguments), want)
+    arguments = split(make(rng, **SHAPE))
+    got = jax.jit(jax.grad(jax.checkpoint(loss_of(implementation)), has_aux=True))(*arguments)
+    assert_trees_close(got, plain(implementation)(*arguments))
 
 
 @every
 def test_scan_over_layers(rng, implementation):
     """A stack of layers by `lax.scan` equals the loop, with gradients of every layer's gates."""
-    case = make(rng, **SHAPE | {"K": 4, "V": 4, "H": 4})
-    gates = jax.tree.map(
-        lambda *x: jnp.stack(x), *[{n: make(rng, **SHAPE | {"K": 4})[n] for n in ("g", "beta")} for _ in range(3)]
-    )
+    case, others = make(rng, **SHAPE | {"V": 8, "H": 4}), [make(rng, **SHAPE) for _ in range(3)]
+    gates = stack([{n: other[n] for n in ("g", "beta")} for other in others])
 
     def layer(x, gate):
-        o, _ = kda_jax.kda(case["q"], case["k"], x, gate["g"], gate["beta"], implementation=implementation)
-        return x + o, None
+        o, _ = kda_jax.kda(case["q"], x, case["v"], gate["g"], gate["beta"], implementation=implementation)
+        return 0.5 * (x + o), None
 
     def scanned(x, gates):
         return (jax.lax.scan(layer, x, gates)[0] * case["do"]).sum()
 
-    def looped(x, gates):
-        for i in range(3):
-            x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], gates))
-        return (x * case["do"]).sum()
+    @jax.jit
+    def step_back(x, gate, dy):
+        return jax.vjp(lambda x, gate: layer(x, gate)[0], x, gate)[1](dy)
 
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(case["v"], gates) for f in (scanned, looped))
-    assert_trees_close(got, want)
+    inputs = [case["k"]]
+    for i in range(3):
+        inputs.append(jax.jit(layer)(inputs[-1], jax.tree.map(lambda x, i=i: x[i], gates))[0])
+    dx, dgates = case["do"], []
+    for i in reversed(range(3)):
+        dx, dgate = step_back(inputs[i], jax.tree.map(lambda x, i=i: x[i], gates), dx)
+        dgates.append(dgate)
+    assert_trees_close(jax.jit(jax.grad(scanned, (0, 1)))(case["k"], gates), (dx, stack(dgates[::-1])))
 
 
 @every
@@ -148,9 +161,9 @@ SPECS = ((TOKEN,) * 5 + (STATE,), (TOKEN, STATE))
 def test_shard_map_over_batch_and_heads(rng, mesh, implementation):
     """`check_vma` on: gradients inside the mapped function, which need no communication."""
     arguments = split(make(rng, **SHAPE))
-    grad = jax.grad(loss_of(implementation), has_aux=True)
-    mapped = jax.shard_map(grad, mesh=mesh, in_specs=SPECS, out_specs=(SPECS[0], (TOKEN, STATE)), check_vma=True)
-    assert_trees_close(jax.jit(mapped)(*arguments), jax.jit(grad)(*arguments))
+    out_specs = (SPECS[0], (TOKEN, STATE))
+    mapped = jax.shard_map(gradient(implementation), mesh=mesh, in_specs=SPECS, out_specs=out_specs, check_vma=True)
+    assert_trees_close(jax.jit(mapped)(*arguments), plain(implementation)(*arguments))
 
 
 @every
@@ -205,8 +218,7 @@ def test_shard_map_of_raw_inputs_under_grad(rng, mesh, implementation, lower_bou
 def test_jit_of_sharded_inputs(rng, mesh, implementation):
     """Partitioned over batch and heads without gathering: the outputs stay sharded as the inputs."""
     arguments = split(make(rng, **SHAPE))
-    grad = jax.jit(jax.grad(loss_of(implementation), has_aux=True))
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), arguments, SPECS)
-    got = grad(*sharded)
-    assert_trees_close(got, grad(*arguments))
+    got = plain(implementation)(*sharded)
+    assert_trees_close(got, plain(implementation)(*arguments))
     assert got[1][0].sharding.is_equivalent_to(NamedSharding(mesh, TOKEN), 4)
