@@ -91,10 +91,9 @@ def tables(runs: Sequence[Run]) -> str:
     )
 
 
-_RECALL_HEAD = [
-    "mixer", "parameters", "rate", "token accuracy", "whole sequence", "steps to 95 %", "tokens/s", "token accuracy by seed",
-]  # fmt: skip
-_TEXT_HEAD = ["mixer", "parameters", "rate", "bits a byte", "token accuracy", "tokens/s", "bits a byte by seed"]
+_WHAT = ["mixer", "parameters", "rate"]
+_RECALL_HEAD = [*_WHAT, "token accuracy", "whole sequence", "steps to 95 %", "tokens/s", "token accuracy by seed"]
+_TEXT_HEAD = [*_WHAT, "bits a byte", "token accuracy", "tokens/s", "bits a byte by seed"]
 
 
 def _recall_row(run: Run) -> list[str]:

@@ -39,7 +39,9 @@ class Schedule:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}: give at least 1")
         for name in ("steps", "eval_every", "checkpoint_every"):
             if getattr(self, name) % self.log_every:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}: give a multiple of {self.log_every=}")
+                raise ConfigError(
+                    f"train.{name} is {getattr(self, name)}: give a multiple of train.log_every = {self.log_every}"
+                )
         if not self.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in self.seeds):
             raise ConfigError(f"train.seeds is {self.seeds}: give integers from 0, such as (0,1,2)")
         if not self.learning_rates or not all(
@@ -177,8 +179,8 @@ def fit(program: Program, directory: Path, header: dict[str, Any], title: str) -
     """Train to the last step, from where an earlier call that was killed left off.
 
     `directory` receives metrics.jsonl, a line a grid member every `log_every` steps; timing.jsonl, their speed, apart
-    because no two runs share it; and checkpoints/. The lines up to a checkpoint are written before it, so that a log can
-    always be cut back to the newest one.
+    because no two runs share it; and checkpoints/. The lines up to a checkpoint are written before it, so that a log
+    can always be cut back to the newest one.
     """
     schedule = program.schedule
     checkpoints = Checkpoints(directory / "checkpoints")
