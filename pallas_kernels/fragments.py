@@ -256,6 +256,20 @@ def block_scores(
     return total_q, total_k
 
 
+def fill(ref: Any, value: float, *, interpret: bool) -> None:
+    """ref [4, n], float32 in shared memory, = value."""
+    if interpret:
+        ref[...] = jnp.full(ref.shape, value, f32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def piece(_, ref):
+        for column in range(0, ref.type.shape[1], 32):
+            memref.store(_f32(value), ref, [_index(_warp()), _index(arith.addi(_lane(), _i32(column)))])
+
+    piece(ref)
+
+
 def store_ends(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     """ref [4, n] = the last row of every block of x [64, n]."""
     if interpret:

@@ -1,12 +1,12 @@
-"""Stage 1 of the forward: everything in a chunk of 64 tokens that needs no state, one warpgroup a chunk and head.
+"""Stage 1 of the forward: everything in a chunk of 64 tokens that needs neither state nor values, one warpgroup a chunk and head.
 
 With P_ij = exp(sum_{j < s <= i} g_s) a channel, the decay from token j to token i, and Q = scale q,
 
     A_ij = sum_d Q_i k_j P_ij   (i >= j)            L_ij = beta_i sum_d k_i k_j P_ij   (i > j)          X = (I + L)^-1 Diag(beta)
     U_i = decay from before the chunk to i           D_i = decay from i to the chunk's end
-    qU = Q U      kD = k D      w = X (k U)      u = X v      total = U of the last token
+    qU = Q U      kU = k U      kD = k D      total = U of the last token
 
-(Kimi Linear, arXiv 2510.26692, section 3; X is in the places of its T.) The next stage needs only qU, kD, w, u, A and total.
+(Kimi Linear, arXiv 2510.26692, section 3; X is its T.) The next stage needs these, A, X and the values.
 
 The decay is exact for every g <= 0. No sum of g is formed: exp(g) is taken once, and U, D of runs of s rows grow to runs of 2 s rows by
 products, U of the second half times the first half's last U, D of the first half times the second half's last U. A pair (i, j) is counted at
@@ -27,10 +27,11 @@ from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 
 CHUNK = fr.ROWS
 GROUP = 32  # channels a pass over the scores: what the registers hold
+RESIDENT = 264  # blocks at a time on an H200: two on each of 132 multiprocessors
 LOG2E = 1.4426950408889634
 f32, i32 = jnp.float32, jnp.int32
-# rows of the table of the blocks' last U: three of ones, the four blocks, three of ones; then the same four decayed over the whole chunk
-BEFORE, AFTER, WHOLE, TABLE = 3, 7, 10, 14
+# rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed over the whole chunk
+BEFORE, AFTER, WHOLE, TABLE = 4, 8, 12, 16
 
 
 def tile(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -123,88 +124,71 @@ def scores(qs: Any, ks: Any, gs: Any, kUs: Any, ends: Any, operand: Any, scale: 
     return fr.unstack(stacked, crossed, **kw), between
 
 
-def make_prepare(
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, scale: float, interpret: Any = None
-) -> Any:
-    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
-    -> qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
+def make_prepare(q_shape: tuple[int, ...], g_shape: tuple[int, ...], dtype: Any, scale: float, interpret: Any = None) -> Any:
+    """The kernel (q, k [B, T, H, K], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
+    -> qU, kU, kD [B HV, T', K], A beside X^T [B HV, T', 128] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
     """
-    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
+    (B, T, H, K), HV = q_shape, g_shape[2]
     chunks = pl.cdiv(T, CHUNK)
     emulated = interpret is not None
 
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *scratch: Any) -> None:
-        qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded = scratch
-        gs, (vs, exchange) = gs_vs
+    def kernel(q: Any, k: Any, g: Any, beta: Any, qU: Any, kU: Any, kD: Any, AX: Any, total: Any, *scratch: Any) -> None:
+        qs, ks, kUs, gs_AXs, ends, operand, loaded = scratch
+        gs, (AXs, exchange) = gs_AXs
         n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
-        rows = pl.ds(n * CHUNK, CHUNK)
         head = b * HV + h
-        key_head = lax.div(h, HV // H)
-        for source, target in ((g.at[b, rows, h], gs), (q.at[b, rows, key_head], qs), (k.at[b, rows, key_head], ks)):
+
+        def inputs(n: jax.Array, h: jax.Array, b: jax.Array) -> tuple[Any, Any, Any]:
+            rows = pl.ds(n * CHUNK, CHUNK)
+            key_head = lax.div(h, HV // H)
+            return g.at[b, rows, h], q.at[b, rows, key_head], k.at[b, rows, key_head]
+
+        for source, target in zip(inputs(n, h, b), (gs, qs, ks), strict=True):
             plgpu.copy_gmem_to_smem(source, target, loaded)
+        rows = pl.ds(n * CHUNK, CHUNK)
         beta_rows = plgpu.load(beta.at[head, rows], layout=fr.LAYOUT.reduce(1), optimized=False)
         beta_rows = lax.broadcast_in_dim(beta_rows, (CHUNK, fr.BLOCK), (0,))
-        ones = _zeros(GROUP) + 1
-        for c in range(0, K, GROUP):
-            for start in (0, AFTER - 1):  # of four rows, one of which a block overwrites
-                fr.store_ends(ends.at[pl.ds(start, 4), pl.ds(c, GROUP)], ones, interpret=emulated)
+        for start in (0, AFTER):
+            fr.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
         plgpu.commit_smem()
         plgpu.barrier_wait(loaded)
+        # into the second level cache: what the block that follows on this multiprocessor will load
+        following = jnp.minimum(b + B * (h + HV * n) + RESIDENT, B * HV * chunks - 1)
+        for source in inputs(lax.div(following, B * HV), lax.rem(lax.div(following, B), HV), lax.rem(following, B)):
+            plgpu.async_prefetch(source)
 
         (q_own, k_own), between = scores(qs, ks, gs, kUs, ends, operand, scale, emulated)
         plgpu.commit_smem()
-        # 6. v takes the place of g; the decayed queries and keys leave
-        plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
-        plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
-        plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
+        for source, target in ((qs, qU), (kUs, kU), (ks, kD)):
+            plgpu.copy_smem_to_gmem(source, target.at[head, rows])
         plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
+        # 6. A, and X transposed, in the place of g
         block = _iota(0, fr.BLOCK) >> 4
         by_distance = [q_own, *(x for x, _ in between)]
-        columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
-        As[...] = (jnp.concatenate(columns, 1) * scale).astype(dtype)
-        # 7. X, transposed
+        A = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) * scale for c in range(4)]
         L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
-        X = inverse_transposed(L, exchange, interpret=emulated)
-        columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
-        Xs[...] = jnp.concatenate(columns, 1).astype(dtype)
+        Xt = inverse_transposed(L, exchange, interpret=emulated)
+        Xt = [_choose(block, {c - e: Xt[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
+        AXs[...] = jnp.concatenate([*A, *Xt], 1).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(As, A.at[head, rows])
-        # 8. w = X (k U), u = X v
-        def product(operand: Any) -> jax.Array:
-            def body(total: Any) -> jax.Array:
-                plgpu.wgmma(total, Xs.T, operand)
-                return total[...]
-
-            return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
-
-        w_chunk = product(kUs)
-        plgpu.barrier_wait(v_loaded)
-        u_chunk = product(vs)
-        plgpu.commit_smem()
-        kUs[...], vs[...] = w_chunk, u_chunk
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
-        plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
+        plgpu.copy_smem_to_gmem(AXs, AX.at[head, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     N, padded = B * HV, chunks * CHUNK
     shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct((N, *s), dtype)
     return plgpu.kernel(
         kernel,
-        out_type=[shape(padded, K)] * 3 + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)],
+        out_type=[shape(padded, K)] * 3 + [shape(padded, 2 * CHUNK), shape(chunks, K, dtype=f32)],
         grid=(chunks, HV, B),
         grid_names=("n", "h", "b"),
         scratch_types=[
             tile((CHUNK, K), dtype),
             tile((CHUNK, K), dtype),
             tile((CHUNK, K), dtype),
-            plgpu.RefUnion(tile((CHUNK, K), f32), [tile((CHUNK, V), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
-            tile((CHUNK, CHUNK), dtype),
-            tile((CHUNK, CHUNK), dtype),
+            plgpu.RefUnion(tile((CHUNK, K), f32), [tile((CHUNK, 2 * CHUNK), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
             plgpu.SMEM((TABLE, K), f32),
             plgpu.SMEM((2, CHUNK, GROUP), dtype),
             plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane

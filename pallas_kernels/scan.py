@@ -1,10 +1,11 @@
 """Stage 2 of the forward: the state from chunk to chunk, and the outputs.
 
-    v_new = u - w S        o = qU S + A v_new        S' = Diag(total) S + kD^T v_new
+    v_new = X (v - kU S)        o = qU S + A v_new        S' = Diag(total) S + kD^T v_new
 
 (Kimi Linear, arXiv 2510.26692, section 3; the inputs are those of `prepare`.) The state is kept transposed, S^T [64 values, K], in the
 registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register operands, and the chain from
-chunk to chunk never passes through memory. Warpgroups of one block share all inputs but u.
+chunk to chunk never passes through memory. Warpgroups of one block share all inputs but v;
+one more warpgroup loads them ahead.
 """
 
 from typing import Any
@@ -19,18 +20,20 @@ from pallas_kernels import fragments as fr
 from pallas_kernels.prepare import CHUNK
 
 ROWS = fr.ROWS  # values a warpgroup
+SLICE = 64  # channels in one swizzled tile: what a product can take apart
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
 
 
 def _tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, SLICE)), plgpu.SwizzleTransform(128)))
 
 
 def make_scan(
     B: int, T: int, HV: int, K: int, V: int, dtype: Any, *, warpgroups: int, stages: int, has_state: bool, interpret: Any = None
 ) -> Any:
-    """The kernel (qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, state
-    [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [B, HV, K, V] float32.
+    """The kernel (qU, kU, kD [B HV, T', K], A beside X^T [B HV, T', 128], total [B HV, T' / 64, K] float32, v [B, T, HV, V],
+    state [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [B, HV, K, V] float32.
 
     warpgroups: of 64 values each, in one block; V must be a multiple of their values. stages: chunks in shared memory.
     """
@@ -40,95 +43,113 @@ def make_scan(
 
     def kernel(*refs: Any) -> None:
         inputs, (o, final_state), scratch = refs[: 6 + has_state], refs[6 + has_state : 8 + has_state], refs[8 + has_state :]
-        (qU, kD, w, u, A, total), initial_state = inputs[:6], inputs[6:]
-        qs, ks, ws, us, As, totals, full, free, *bounce = scratch
+        (qU, kU, kD, AX, total, v), initial_state = inputs[:6], inputs[6:]
+        qs, kUs, kDs, AXs, vs, totals, os, full, free, *bounce = scratch
         wg = lax.axis_index("wg")
         b, h = lax.axis_index("b"), lax.axis_index("h")
         head = b * HV + h
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
 
-        def fetch(n: jax.Array | int) -> None:
-            s = lax.rem(n, stages)
-            rows = pl.ds(n * CHUNK, CHUNK)
-            for source, target in ((w, ws), (qU, qs), (kD, ks), (A, As)):
-                plgpu.copy_gmem_to_smem(source.at[head, rows], target.at[s], full.at[s])
-            for i in range(warpgroups):
-                values = pl.ds(first_value + i * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(u.at[head, rows, values], us.at[s, i], full.at[s])
-            plgpu.copy_gmem_to_smem(total.at[head, n], totals.at[s], full.at[s])
-
         def multiply(total: Any, a: jax.Array, b: Any) -> None:
             """total += a b, a in registers."""
             if not emulated:
                 plgpu.wgmma(total, a, b)
                 return
-            buffer = bounce[0 if a.shape[1] == K else -1].at[wg]  # the interpreter knows no register operand
+            buffer = next(x for x in bounce if x.shape[2] == a.shape[1]).at[wg]  # the interpreter knows no register operand
             buffer[...] = a
             plgpu.commit_smem()
             plgpu.wgmma(total, buffer, b)
             plgpu.wgmma_wait(0)
 
-        @pl.when(wg == 0)
-        def _() -> None:
-            for n in range(stages):
-                fetch(n)
+        def store(out: jax.Array, n: jax.Array) -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            os.at[wg].T[...] = out
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(os.at[wg], o.at[b, pl.ds(n * CHUNK, CHUNK), h, own_values])
 
-        def step(n: jax.Array, S: jax.Array) -> jax.Array:
-            s = lax.rem(n, stages)
+        def step(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            S, previous, s = carry
             plgpu.barrier_wait(full.at[s])
-            state = S.astype(dtype)
             decay = plgpu.load(totals.at[s], layout=fr.LAYOUT.reduce(0), optimized=False)
-            decayed = S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+            # both before the first product: ptxas waits for all products before it touches what one of them has written
+            state, decayed = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
-            def products(corrections: Any, outputs: Any, update: Any) -> tuple[jax.Array, jax.Array]:
-                multiply(corrections, state, ws.at[s].T)
-                multiply(outputs, state, qs.at[s].T)
-                values = plgpu.load(us.at[s, wg].T, layout=fr.LAYOUT).astype(f32)
-                values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=1)).astype(dtype)
-                multiply(update, values, ks.at[s])
-                multiply(outputs, values, As.at[s].T)
-                return plgpu.wgmma_accumulator_load(update, wait_n=1), outputs[...]
+            def products(new_values: Any, errors: Any, outputs: Any, update: Any) -> tuple[jax.Array, jax.Array]:
+                # 1. v - kU S; the first half of qU S fills the wait
+                multiply(errors, state, kUs.at[s].T)
+                half = max(K // 2, SLICE)
+                multiply(outputs, state[:, :half], qs.at[s, :, pl.ds(0, half)].T)
+                # the chunk before leaves; before the first, out of bounds: a branch would cost the overlap
+                store(previous, jnp.where(n == 0, chunks, n - 1))
+                error = plgpu.load(vs.at[s, wg].T, layout=fr.LAYOUT).astype(f32)
+                error = (error - plgpu.wgmma_accumulator_load(errors, wait_n=1)).astype(dtype)
+                # 2. v_new; the second half of qU S
+                multiply(new_values, error, AXs.at[s, :, pl.ds(CHUNK, CHUNK)])
+                if half < K:
+                    multiply(outputs, state[:, half:], qs.at[s, :, pl.ds(half, K - half)].T)
+                values = plgpu.wgmma_accumulator_load(new_values, wait_n=1).astype(dtype)
+                # 3. the next state first: the next chunk waits for it
+                if not emulated:  # the interpreter cannot start from a value
+                    update[...] = decayed
+                multiply(update, values, kDs.at[s])
+                multiply(outputs, values, AXs.at[s, :, pl.ds(0, CHUNK)].T)
+                S_next = plgpu.wgmma_accumulator_load(update, wait_n=1)
+                return decayed + S_next if emulated else S_next, outputs[...].astype(dtype)
 
             accumulator = lambda columns: plgpu.ACC((ROWS, columns), f32)
-            added, out = pl.run_scoped(products, accumulator(CHUNK), accumulator(CHUNK), accumulator(K))
-            # o takes the place of u
-            us.at[s, wg].T[...] = out.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(us.at[s, wg], o.at[b, pl.ds(n * CHUNK, CHUNK), h, own_values])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            S, out = pl.run_scoped(products, *(accumulator(columns) for columns in (CHUNK, CHUNK, CHUNK, K)))
             plgpu.barrier_arrive(free.at[s])
+            return S, out, jnp.where(s == stages - 1, 0, s + 1)
 
-            @pl.when(wg == 0)
-            def _() -> None:
-                plgpu.barrier_wait(free.at[s])
+        @pl.when(wg == warpgroups)
+        def produce() -> None:
+            if warpgroups > 1:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-                @pl.when(n + stages < chunks)
+            def fetch(n: jax.Array, s: jax.Array) -> jax.Array:
+                @pl.when(n >= stages)
                 def _() -> None:
-                    fetch(n + stages)
+                    plgpu.barrier_wait(free.at[s])
 
-            return decayed + added
+                rows = pl.ds(n * CHUNK, CHUNK)
+                for source, target in ((kU, kUs), (qU, qs), (AX, AXs), (kD, kDs)):
+                    plgpu.copy_gmem_to_smem(source.at[head, rows], target.at[s], full.at[s])
+                for i in range(warpgroups):
+                    values = pl.ds(first_value + i * ROWS, ROWS)
+                    plgpu.copy_gmem_to_smem(v.at[b, rows, h, values], vs.at[s, i], full.at[s])
+                plgpu.copy_gmem_to_smem(total.at[head, n], totals.at[s], full.at[s])
+                return jnp.where(s == stages - 1, 0, s + 1)
 
-        if has_state:
-            S = fr.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated)
-        else:
-            S = plgpu.layout_cast(jnp.zeros((ROWS, K), f32), fr.LAYOUT)
-        S = lax.fori_loop(0, chunks, step, S)
-        fr.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)
-        plgpu.wait_smem_to_gmem(0)
+            lax.fori_loop(0, chunks, fetch, jnp.int32(0))
+            for n in range(chunks - stages, chunks):  # so that no arrival is left unseen
+                plgpu.barrier_wait(free.at[n % stages])
+
+        @pl.when(wg < warpgroups)
+        def consume() -> None:
+            if warpgroups > 1:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            zeros = lambda columns, dtype: plgpu.layout_cast(jnp.zeros((ROWS, columns), dtype), fr.LAYOUT)
+            S = fr.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated) if has_state else zeros(K, f32)
+            S, out, _ = lax.fori_loop(0, chunks, step, (S, zeros(CHUNK, dtype), jnp.int32(0)))
+            store(out, jnp.int32(chunks - 1))
+            fr.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)
+            plgpu.wait_smem_to_gmem(0)
 
     scratch = [_tile((stages, CHUNK, K), dtype)] * 3
-    scratch += [_tile((stages, warpgroups, CHUNK, ROWS), dtype), _tile((stages, CHUNK, CHUNK), dtype), plgpu.SMEM((stages, K), f32)]
+    scratch += [_tile((stages, CHUNK, 2 * CHUNK), dtype), _tile((stages, warpgroups, CHUNK, ROWS), dtype)]
+    scratch += [plgpu.SMEM((stages, K), f32)]
+    scratch += [_tile((warpgroups, CHUNK, ROWS), dtype)]
     scratch += [plgpu.Barrier(num_arrivals=5 + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
-        scratch += [_tile((warpgroups, ROWS, K), dtype), _tile((warpgroups, ROWS, CHUNK), dtype)]
+        scratch += [_tile((warpgroups, ROWS, columns), dtype) for columns in {SLICE, CHUNK, K}]
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((B, T, HV, V), dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],
         grid=(V // (ROWS * warpgroups), HV, B),
         grid_names=("v", "h", "b"),
-        num_threads=warpgroups,
+        num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
