@@ -1,5 +1,8 @@
 """Causal softmax attention over all earlier tokens, and the piece of it that MLA shares."""
 
+import functools
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +13,9 @@ from kda_jax.layers.cache import AttentionCache, Tokens, append, init_attention_
 from kda_jax.layers.inputs import check_inputs
 from kda_jax.ops.types import SegmentIds, state_dtype
 
+AttentionImplementation = Literal["xla", "cudnn"]
+"""Of `jax.nn.dot_product_attention`."""
+
 
 def attend(
     q: Float[Array, "B T H K"],
@@ -18,7 +24,7 @@ def attend(
     mask: Bool[Array, "B 1 T S"] | None,
     *,
     scale: float,
-    implementation: str | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "B T H V"]:
     """o_t = sum_s softmax_s(scale q_t^T k_s) v_s over the s that `mask` admits, all s <= t without one; V at most K."""
     wide = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - v.shape[-1])))  # the primitive wants V = K
@@ -70,7 +76,7 @@ class Attention(nnx.Module):
         rope_theta: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
+        implementation: AttentionImplementation | None = None,
         rngs: nnx.Rngs,
     ):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -88,11 +94,11 @@ class Attention(nnx.Module):
             param_dtype,
             implementation,
         )
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.q_proj = nnx.Linear(in_features, num_heads * head_dim, **options)
-        self.k_proj = nnx.Linear(in_features, kv_heads * head_dim, **options)
-        self.v_proj = nnx.Linear(in_features, kv_heads * head_dim, **options)
-        self.o_proj = nnx.Linear(num_heads * head_dim, in_features, **options)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.q_proj = linear(in_features, num_heads * head_dim)
+        self.k_proj = linear(in_features, kv_heads * head_dim)
+        self.v_proj = linear(in_features, kv_heads * head_dim)
+        self.o_proj = linear(num_heads * head_dim, in_features)
 
     def init_cache(self, batch_size: int, capacity: int) -> AttentionCache:
         """An empty cache for at most `capacity` tokens a row, padding not counted."""
@@ -114,7 +120,7 @@ class Attention(nnx.Module):
             call alone is too long. Under `jit` the output of a row that overflows is NaN.
         """
         check_inputs(x, self.in_features, segment_ids, cache)
-        tokens = locate(segment_ids, x.shape[:2], cache)
+        tokens = locate(segment_ids, x, cache)
         heads = lambda y: y.reshape(*x.shape[:2], -1, self.head_dim)  # noqa: E731
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         if self.rope_theta is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kda_jax.ops.packing import plan_segments
+from kda_jax.layers.sequences import number_sequences
 from kda_jax.ops.types import SegmentIds, State, TokenMask
 
 
@@ -74,24 +74,23 @@ class Tokens:
         return (same & causal & self.valid[:, None, :])[:, None]
 
 
-def locate(segment_ids: SegmentIds | None, shape: tuple[int, int], cache: AttentionCache | None = None) -> Tokens:
-    """Where tokens [B, T] = `shape` stand, the first sequence of a row continuing the last one in its cache.
+def locate(segment_ids: SegmentIds | None, x: Float[Array, "B T D"], cache: AttentionCache | None = None) -> Tokens:
+    """Where the tokens of x stand, the first sequence of a row continuing the last one in its cache.
 
     Raises:
       ValueError: if the call alone is longer than the cache.
     """
-    if cache is not None and segment_ids is None and shape[1] > cache.capacity:
-        raise ValueError(f"{shape[1]} tokens do not fit a cache of capacity {cache.capacity}; make a larger one")
-    plan = plan_segments(jnp.ones(shape, jnp.int32) if segment_ids is None else segment_ids)
-    current = jnp.zeros(shape[:1], jnp.int32) if cache is None else jnp.max(cache.sequence, axis=1, initial=0)
-    reset = plan.reset.astype(jnp.int32)
-    sequence = jnp.maximum(current, 1)[:, None] + jnp.cumsum(reset, axis=1)
-    rank = jnp.cumsum(plan.valid.astype(jnp.int32), axis=1) - 1  # among the call's own tokens
-    if cache is not None:
-        kept = jnp.sum((cache.sequence == current[:, None]) & (cache.sequence > 0), axis=1, dtype=jnp.int32)
-        rank = rank + kept[:, None]
-    start = jax.lax.cummax(jnp.where(plan.reset, rank, 0), axis=1)
-    return Tokens(plan.valid, sequence, rank - start)
+    if cache is not None and segment_ids is None and x.shape[1] > cache.capacity:
+        raise ValueError(f"{x.shape[1]} tokens do not fit a cache of capacity {cache.capacity}; make a larger one")
+    valid, number = number_sequences(jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids)
+    rank = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1  # among the call's own tokens
+    start = jax.lax.cummax(jnp.where(jnp.diff(number, axis=1, prepend=0) > 0, rank, 0), axis=1)
+    position = rank - start
+    if cache is None:
+        return Tokens(valid, number + 1, position)
+    current = jnp.maximum(jnp.max(cache.sequence, axis=1), 1)[:, None]
+    kept = jnp.sum(cache.sequence == current, axis=1, dtype=jnp.int32)[:, None]
+    return Tokens(valid, number + current, jnp.where(number == 0, kept + position, position))
 
 
 def append(

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kda_jax.ops.packing import plan_segments
+from kda_jax.layers.sequences import number_sequences
 from kda_jax.ops.types import SegmentIds
 
 
@@ -80,16 +80,15 @@ def _segment_taps(
     first = jnp.take_along_axis(segment_ids, jnp.argmax(segment_ids != 0, axis=1)[:, None], axis=1)
     owner = jnp.where(first == 0, 1, first)  # a row of nothing but padding keeps its tail
     ids = jnp.concatenate([jnp.repeat(owner, width - 1, axis=1), segment_ids], axis=1)
-    plan = plan_segments(ids)
-    sequence = jnp.cumsum(plan.reset, axis=1)
+    valid, sequence = number_sequences(ids)
     size = ids.shape[1]
     position = jnp.arange(size)[None]
-    latest = jax.lax.cummax(jnp.where(plan.valid, position, -1), axis=1)
-    following = jax.lax.cummin(jnp.where(plan.valid, position, size), axis=1, reverse=True)
+    latest = jax.lax.cummax(jnp.where(valid, position, -1), axis=1)
+    following = jax.lax.cummin(jnp.where(valid, position, size), axis=1, reverse=True)
     before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     after = jnp.pad(following[:, 1:], ((0, 0), (0, 1)), constant_values=size)
 
-    source = target = jnp.where(plan.valid, position, -1)
+    source = target = jnp.where(valid, position, -1)
     end = latest[:, -1:]
     taps, tail = [], []
     for step in range(width):

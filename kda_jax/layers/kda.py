@@ -1,5 +1,6 @@
 """The Kimi Delta Attention layer, and with other choices in its `MixerConfig` the mixers it is compared with."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -73,14 +74,10 @@ class KimiDeltaAttention(nnx.Module):
         self.num_value_heads, self.value_dim = value_heads, value_dim
         self.mixer, self.dtype, self.param_dtype, self.implementation = mixer, dtype, param_dtype, implementation
 
-        def linear(inputs: int, outputs: int, **options) -> nnx.Linear:
-            return nnx.Linear(
-                inputs, outputs, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **options
-            )
-
-        def convolution(features: int) -> ShortConvolution:
-            return ShortConvolution(features, mixer.conv_width, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        convolution = functools.partial(
+            ShortConvolution, width=mixer.conv_width, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
         keys, values = num_heads * head_dim, value_heads * value_dim
         self.q_proj, self.k_proj, self.v_proj = (
             linear(in_features, keys),
@@ -144,14 +141,19 @@ class KimiDeltaAttention(nnx.Module):
 
     def _kda(self, x, q, k, v, state, segment_ids):
         """The KDA operator on raw projections; a single token without padding takes the step."""
-        raw = (q, k, v, self._decay_projection(x), self.b_proj(x))
+        g_raw, beta_raw = self._decay_projection(x), self.b_proj(x)
         decay = Decay(self.A_log[...], self.dt_bias[...], self.mixer.lower_bound)
         reflect = self.mixer.negative_eigenvalues
         if x.shape[1] == 1 and segment_ids is None:
-            o, state = kda_raw_step(*(y[:, 0] for y in raw), decay, state, negative_eigenvalues=reflect)
+            q, k, v, g_raw, beta_raw = (y[:, 0] for y in (q, k, v, g_raw, beta_raw))
+            o, state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
             return o[:, None], state
         return kda_raw(
-            *raw,
+            q,
+            k,
+            v,
+            g_raw,
+            beta_raw,
             decay,
             negative_eigenvalues=reflect,
             initial_state=state,
@@ -162,13 +164,13 @@ class KimiDeltaAttention(nnx.Module):
 
     def _linear_attention(self, x, q, k, v, state, segment_ids):
         """The comparison family, on activated inputs."""
-        mixer, g, beta = self.mixer, None, None
+        mixer, g = self.mixer, None
         if mixer.decay is not None:
             raw = self._decay_projection(x)
             g = Decay(self.A_log[...], self.dt_bias[...], mixer.lower_bound)(raw)
             g = g[..., 0] if mixer.decay == "head" else g
         if mixer.write == "dt":
-            beta = jax.nn.softplus(raw[..., 0].astype(g.dtype) + self.dt_bias[...].reshape(1, 1, -1))
+            beta = jax.nn.softplus(raw[..., 0].astype(state_dtype(x.dtype)) + self.dt_bias[...][None, None, :, 0])
         else:
             beta = write_strength(self.b_proj(x), mixer.negative_eigenvalues)
         if mixer.normalize:

@@ -1,6 +1,7 @@
 """Multi-head latent attention without positions, as Kimi Linear and Kimi K3 have it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kda_jax.layers.attention import attend, settle
+from kda_jax.layers.attention import AttentionImplementation, attend, settle
 from kda_jax.layers.cache import AttentionCache, append, init_attention_cache, locate
 from kda_jax.layers.inputs import check_inputs
 from kda_jax.layers.norm import EPSILON
@@ -81,7 +82,7 @@ class LatentAttention(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         epsilon: float = EPSILON,
-        implementation: str | None = None,
+        implementation: AttentionImplementation | None = None,
         rngs: nnx.Rngs,
     ):
         if min(in_features, num_heads) < 1:
@@ -89,19 +90,16 @@ class LatentAttention(nnx.Module):
         self.in_features, self.num_heads, self.config = in_features, num_heads, config
         self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
         self.scale = (config.key_dim + config.shared_dim) ** -0.5
-        common = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, **common)
-
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         queries, values = num_heads * (config.key_dim + config.shared_dim), num_heads * config.value_dim
         if config.query_rank is None:
             self.q_proj = linear(in_features, queries)
         else:
             self.q_a_proj, self.q_b_proj = linear(in_features, config.query_rank), linear(config.query_rank, queries)
-            self.q_a_norm = nnx.RMSNorm(config.query_rank, epsilon=epsilon, **common)
+            self.q_a_norm = norm(config.query_rank)
         self.kv_a_proj = linear(in_features, config.latent_dim + config.shared_dim)
-        self.kv_a_norm = nnx.RMSNorm(config.latent_dim, epsilon=epsilon, **common)
+        self.kv_a_norm = norm(config.latent_dim)
         self.kv_b_proj = linear(config.latent_dim, num_heads * (config.key_dim + config.value_dim))
         if config.output_gate:
             self.g_proj = linear(in_features, values)
@@ -118,7 +116,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
         """The attended tokens and the cache after them; arguments, cache and errors as in `Attention`."""
         check_inputs(x, self.in_features, segment_ids, cache)
-        tokens = locate(segment_ids, x.shape[:2], cache)
+        tokens = locate(segment_ids, x, cache)
         q = self._queries(x)
         latent, shared = jnp.split(self.kv_a_proj(x), [self.config.latent_dim], axis=-1)
         entry = jnp.concatenate([self.kv_a_norm(latent), shared], axis=-1)

@@ -1,5 +1,7 @@
 """The gated feed-forward block."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,10 +27,10 @@ class SwiGLU(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate_proj = nnx.Linear(in_features, hidden_features, **options)
-        self.up_proj = nnx.Linear(in_features, hidden_features, **options)
-        self.down_proj = nnx.Linear(hidden_features, in_features, **options)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate_proj = linear(in_features, hidden_features)
+        self.up_proj = linear(in_features, hidden_features)
+        self.down_proj = linear(hidden_features, in_features)
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

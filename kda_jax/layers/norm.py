@@ -35,7 +35,7 @@ class GatedRMSNorm(nnx.RMSNorm):
         super().__init__(features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
         self.activation = activation
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, x: Float[Array, "B T HV V"], gate: Float[Array, "B T HV V"] | None = None
     ) -> Float[Array, "B T HV V"]:
         """Computed in float32, returned in x's dtype; without a gate, the norm alone."""

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kda_jax.layers.attention import AttentionImplementation
 from kda_jax.layers.mixer import MIXERS, MixerConfig
 from kda_jax.layers.mla import MLAConfig
 
@@ -53,7 +54,7 @@ class HybridConfig:
     param_dtype: DTypeLike = jnp.float32
     remat: bool = False
     implementation: str | tuple[str, ...] | None = None
-    attention_implementation: str | None = None
+    attention_implementation: AttentionImplementation | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "num_heads", "head_dim", "num_layers", "num_value_heads", "mlp_width"):

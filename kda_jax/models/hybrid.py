@@ -1,5 +1,7 @@
 """A decoder-only language model whose layers mix linear and softmax attention in any pattern."""
 
+from typing import Any, Protocol
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -18,9 +20,17 @@ LayerCache = DeltaCache | AttentionCache
 Cache = tuple[LayerCache, ...]
 
 
-def build_mixer(kind: str, config: HybridConfig, rngs: nnx.Rngs) -> KimiDeltaAttention | Attention | LatentAttention:
+class TokenMixer(Protocol):
+    """What a block asks of its mixer; each kind has a cache type of its own."""
+
+    def init_cache(self, batch_size: int, capacity: int) -> LayerCache: ...
+
+    def __call__(self, x: Array, *, segment_ids: SegmentIds | None, cache: Any) -> tuple[Array, Any]: ...
+
+
+def build_mixer(kind: str, config: HybridConfig, rngs: nnx.Rngs) -> TokenMixer:
     """The token mixer `kind`, one of `KINDS`, with the sizes of `config`."""
-    common = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+    common: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
     heads = (config.width, config.num_heads, config.head_dim)
     if kind == "attention":
         return Attention(*heads, rope_theta=config.rope_theta, implementation=config.attention_implementation, **common)
@@ -39,7 +49,7 @@ class Block(nnx.Module):
     """x <- x + mixer(norm(x)); x <- x + mlp(norm(x))."""
 
     def __init__(self, kind: str, config: HybridConfig, *, rngs: nnx.Rngs):
-        common = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        common: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
         self.mixer_norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
         self.mixer = build_mixer(kind, config, rngs)
         self.mlp_norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
@@ -63,7 +73,7 @@ class HybridLM(nnx.Module):
     """
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
-        common = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        common: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.width, **common)
         self.blocks = nnx.List([Block(kind, config, rngs=rngs) for kind in config.layers])
@@ -95,7 +105,7 @@ class HybridLM(nnx.Module):
             raise ValueError(f"cache must have one entry for each of {len(self.blocks)} layers, got {len(cache)}")
         apply = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         x = self.embed(tokens)
-        caches = []
+        caches: list[Any] = []
         for i, block in enumerate(self.blocks):
             x, layer_cache = apply(block, x, segment_ids, None if cache is None else cache[i])
             caches.append(layer_cache)
