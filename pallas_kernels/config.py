@@ -23,4 +23,6 @@ class Config:
 def default_config(sequence_heads: int, value_channels: int) -> Config:
     """For B x HV sequences of heads: as many blocks as fit the chip at once, and no more."""
     blocks = sequence_heads * (value_channels // VALUES)
-    return Config(warpgroups=2 if blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0 else 1)
+    if blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0:
+        return Config(warpgroups=2, stages=2)
+    return Config(warpgroups=1, stages=3)

@@ -31,11 +31,9 @@ def forward(
     HV, V = v.shape[2:]
     rows = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, -T % CHUNK), (0, 0)))
     rows = rows.transpose(0, 2, 1).reshape(B * HV, pl.cdiv(T, CHUNK) * CHUNK)
-    prepared = make_prepare(q.shape, g.shape, v.dtype, scale, interpret)(q, k, g.astype(jnp.float32), rows)
-    scan = make_scan(
-        B, T, HV, K, V, v.dtype,
-        warpgroups=config.warpgroups, stages=config.stages, has_state=initial_state is not None, interpret=interpret,
-    )  # fmt: skip
-    state = () if initial_state is None else (initial_state.astype(jnp.float32),)
-    o, final_state = scan(*prepared, v, *state)
+    prepared = make_prepare(q.shape, v.shape, v.dtype, interpret)(q, k, v, g.astype(jnp.float32), rows)
+    has_state = initial_state is not None
+    scan = make_scan(B, T, HV, K, V, v.dtype, scale=scale, config=config, has_state=has_state, interpret=interpret)
+    state = (initial_state.astype(jnp.float32),) if has_state else ()
+    o, final_state = scan(*prepared, *state)
     return o, final_state

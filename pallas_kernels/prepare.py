@@ -1,12 +1,12 @@
-"""Stage 1 of the forward: everything in a chunk of 64 tokens that needs neither state nor values, one warpgroup a chunk and head.
+"""Stage 1 of the forward: everything in a chunk of 64 tokens that needs no state, one warpgroup a chunk and head.
 
-With P_ij = exp(sum_{j < s <= i} g_s) a channel, the decay from token j to token i, and Q = scale q,
+With P_ij = exp(sum_{j < s <= i} g_s) a channel, the decay from token j to token i,
 
-    A_ij = sum_d Q_i k_j P_ij   (i >= j)            L_ij = beta_i sum_d k_i k_j P_ij   (i > j)          X = (I + L)^-1 Diag(beta)
+    A_ij = sum_d q_i k_j P_ij   (i >= j)            L_ij = beta_i sum_d k_i k_j P_ij   (i > j)          X = (I + L)^-1 Diag(beta)
     U_i = decay from before the chunk to i           D_i = decay from i to the chunk's end
-    qU = Q U      kU = k U      kD = k D      total = U of the last token
+    qU = q U      kD = k D      w = X (k U)      u = X v      total = U of the last token
 
-(Kimi Linear, arXiv 2510.26692, section 3; X is its T.) The next stage needs these, A, X and the values.
+(Kimi Linear, arXiv 2510.26692, section 3; X is its T.) The next stage needs only qU, kD, w, u, A and total.
 
 The decay is exact for every g <= 0. No sum of g is formed: exp(g) is taken once, and U, D of runs of s rows grow to runs of 2 s rows by
 products, U of the second half times the first half's last U, D of the first half times the second half's last U. A pair (i, j) is counted at
@@ -14,7 +14,7 @@ the one level s where i lies in the second and j in the first half of a run of 2
 Levels 1 to 8 stay in a warp's 16 rows; between the four blocks of 16 rows the factor is (U_i of block w) (ends of the blocks between) (D_j).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,24 +61,43 @@ def _choose(index: jax.Array, options: dict[int, jax.Array]) -> jax.Array:
     return out
 
 
-def scores(qs: Any, ks: Any, gs: Any, kUs: Any, ends: Any, operand: Any, scale: float, interpret: bool) -> tuple[Any, ...]:
+class Tiles(NamedTuple):
+    """A chunk in shared memory, and where its decayed copies go in global memory."""
+
+    q: Any  # [K / GROUP, 64, GROUP], becomes qU
+    k: Any  # becomes kD
+    g: Any
+    kU: Any  # [64, K]
+    ends: Any  # [TABLE, K] float32
+    operand: Any  # [2, 64, GROUP]
+    loaded: Any  # a barrier a group of channels
+    leaving: Any  # (q or k, its part [64, K] of global memory)
+
+
+def scores(tiles: Tiles, interpret: bool) -> tuple[Any, ...]:
     """Products of queries and of keys with keys: within a block (two arrays [64, 16]), and for distances 1 to 3 between blocks.
 
-    On the way it turns q into qU and k into kD in shared memory, writes k U to kUs and the blocks' last U to `ends`.
+    On the way q becomes qU and k becomes kD and both leave; k U and the chunk's last U are written.
     """
-    dtype = ks.dtype
+    dtype, K = tiles.k.dtype, tiles.kU.shape[1]
     kw = dict(interpret=interpret)
     row = _iota(0, GROUP)
+    channels = lambda m: pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
+
+    def leave(m: jax.Array) -> None:
+        for source, target in tiles.leaving:
+            plgpu.copy_smem_to_gmem(source.at[m], target.at[:, channels(m)])
 
     def group(m: jax.Array, totals: Any) -> Any:
         stacked, crossed, diagonal, between = totals
-        cs = pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
-        operand_m = operand.at[lax.rem(m, 2)]
-        q, k = _load(qs.at[:, cs]), _load(ks.at[:, cs])
+        cs = channels(m)
+        operand, ends = tiles.operand.at[lax.rem(m, 2)], tiles.ends
+        plgpu.barrier_wait(tiles.loaded.at[m])
+        q, k = _load(tiles.q.at[m]), _load(tiles.k.at[m])
         times = lambda x, factor: x * factor.astype(dtype)
 
         # 1. levels 1, 2, 4: in runs of eight rows
-        U = jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
+        U = jnp.exp2(_load(tiles.g.at[m]) * LOG2E)
         D = jnp.ones_like(U)
         diagonal = fr.stacked_scores(diagonal, q, k, **kw)
         level_totals = []
@@ -94,26 +113,33 @@ def scores(qs: Any, ks: Any, gs: Any, kUs: Any, ends: Any, operand: Any, scale: 
         grown = F * fr.sibling_end(U, 8, **kw)
         U, D = fr.by_half(U, grown, **kw), fr.by_half(grown, D, **kw)
         # 3. between blocks: keys decayed to the end of their block meet rows decayed from there
-        fr.store_operand(operand_m, times(k, D), **kw)
+        fr.store_operand(operand, times(k, D), **kw)
         fr.store_ends(ends.at[pl.ds(BEFORE, 4), cs], U, **kw)
         plgpu.commit_smem()
+
+        @pl.when(m > 0)
+        def _() -> None:
+            leave(m - 1)
+
         end = lambda offset: fr.load_ends(ends.at[:, cs], BEFORE + offset, **kw)
         pairs = []
         for distance, total in zip((1, 2, 3), between, strict=True):
-            pairs.append(fr.block_scores(total, times(q, U), times(k, U), operand_m, distance, **kw))
+            pairs.append(fr.block_scores(total, times(q, U), times(k, U), operand, distance, **kw))
             U = U * end(-distance)
         # 4. decays over the whole chunk
-        D = D * end(1) * end(2) * end(3)
-        q, k = q.astype(f32), k.astype(f32)
+        D = D * (end(1) * end(2) * end(3))
         fr.store_ends(ends.at[pl.ds(WHOLE, 4), cs], U, **kw)
-        kUs.at[:, cs][...] = (k * U).astype(dtype)
-        qs.at[:, cs][...] = (q * (U * scale)).astype(dtype)
-        ks.at[:, cs][...] = (k * D).astype(dtype)
+        q, k = q.astype(f32), k.astype(f32)
+        tiles.kU.at[:, cs][...] = (k * U).astype(dtype)
+        tiles.q.at[m][...] = (q * U).astype(dtype)
+        tiles.k.at[m][...] = (k * D).astype(dtype)
         return tuple(level_totals), crossed, diagonal, tuple(pairs)
 
     z16 = _zeros(16)
     start = ((z16,) * 3, _zeros(8), z16, ((z16, z16),) * 3)
-    levels, crossed, diagonal, between = lax.fori_loop(0, ks.shape[1] // GROUP, group, start)
+    levels, crossed, diagonal, between = lax.fori_loop(0, K // GROUP, group, start)
+    plgpu.commit_smem()
+    leave(jnp.int32(K // GROUP - 1))
 
     # 5. each level keeps its own pairs of rows
     r, c = _iota(0, 16) & 7, _iota(1, 16) & 7
@@ -124,18 +150,19 @@ def scores(qs: Any, ks: Any, gs: Any, kUs: Any, ends: Any, operand: Any, scale: 
     return fr.unstack(stacked, crossed, **kw), between
 
 
-def make_prepare(q_shape: tuple[int, ...], g_shape: tuple[int, ...], dtype: Any, scale: float, interpret: Any = None) -> Any:
-    """The kernel (q, k [B, T, H, K], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
-    -> qU, kU, kD [B HV, T', K], A beside X^T [B HV, T', 128] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
+def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Any:
+    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
+    -> qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
     """
-    (B, T, H, K), HV = q_shape, g_shape[2]
+    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
     chunks = pl.cdiv(T, CHUNK)
     emulated = interpret is not None
 
-    def kernel(q: Any, k: Any, g: Any, beta: Any, qU: Any, kU: Any, kD: Any, AX: Any, total: Any, *scratch: Any) -> None:
-        qs, ks, kUs, gs_AXs, ends, operand, loaded = scratch
-        gs, (AXs, exchange) = gs_AXs
+    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *scratch: Any) -> None:
+        qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded = scratch
+        gs, (vs, exchange) = gs_vs
         n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
+        rows = pl.ds(n * CHUNK, CHUNK)
         head = b * HV + h
 
         def inputs(n: jax.Array, h: jax.Array, b: jax.Array) -> tuple[Any, Any, Any]:
@@ -143,52 +170,70 @@ def make_prepare(q_shape: tuple[int, ...], g_shape: tuple[int, ...], dtype: Any,
             key_head = lax.div(h, HV // H)
             return g.at[b, rows, h], q.at[b, rows, key_head], k.at[b, rows, key_head]
 
-        for source, target in zip(inputs(n, h, b), (gs, qs, ks), strict=True):
-            plgpu.copy_gmem_to_smem(source, target, loaded)
-        rows = pl.ds(n * CHUNK, CHUNK)
+        for m in range(K // GROUP):  # the first channels are at work while the others arrive
+            for source, target in zip(inputs(n, h, b), (gs, qs, ks), strict=True):
+                plgpu.copy_gmem_to_smem(source.at[:, pl.ds(m * GROUP, GROUP)], target.at[m], loaded.at[m])
         beta_rows = plgpu.load(beta.at[head, rows], layout=fr.LAYOUT.reduce(1), optimized=False)
         beta_rows = lax.broadcast_in_dim(beta_rows, (CHUNK, fr.BLOCK), (0,))
         for start in (0, AFTER):
             fr.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
         plgpu.commit_smem()
-        plgpu.barrier_wait(loaded)
         # into the second level cache: what the block that follows on this multiprocessor will load
         following = jnp.minimum(b + B * (h + HV * n) + RESIDENT, B * HV * chunks - 1)
         for source in inputs(lax.div(following, B * HV), lax.rem(lax.div(following, B), HV), lax.rem(following, B)):
             plgpu.async_prefetch(source)
 
-        (q_own, k_own), between = scores(qs, ks, gs, kUs, ends, operand, scale, emulated)
-        plgpu.commit_smem()
-        for source, target in ((qs, qU), (kUs, kU), (ks, kD)):
-            plgpu.copy_smem_to_gmem(source, target.at[head, rows])
+        leaving = ((qs, qU.at[head, rows]), (ks, kD.at[head, rows]))
+        (q_own, k_own), between = scores(Tiles(qs, ks, gs, kUs, ends, operand, loaded, leaving), emulated)
+        # 6. v takes the place of g
+        plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
         plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
-        # 6. A, and X transposed, in the place of g
         block = _iota(0, fr.BLOCK) >> 4
         by_distance = [q_own, *(x for x, _ in between)]
-        A = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) * scale for c in range(4)]
+        columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
+        As[...] = jnp.concatenate(columns, 1).astype(dtype)
+        # 7. X, transposed
         L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
-        Xt = inverse_transposed(L, exchange, interpret=emulated)
-        Xt = [_choose(block, {c - e: Xt[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
-        AXs[...] = jnp.concatenate([*A, *Xt], 1).astype(dtype)
+        X = inverse_transposed(L, exchange, interpret=emulated)
+        columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
+        Xs[...] = jnp.concatenate(columns, 1).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(AXs, AX.at[head, rows])
+        plgpu.copy_smem_to_gmem(As, A.at[head, rows])
+
+        # 8. w = X (k U), u = X v
+        def product(operand: Any) -> jax.Array:
+            def body(total: Any) -> jax.Array:
+                plgpu.wgmma(total, Xs.T, operand)
+                return total[...]
+
+            return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
+
+        w_chunk = product(kUs)
+        plgpu.barrier_wait(v_loaded)
+        u_chunk = product(vs)
+        plgpu.commit_smem()
+        kUs[...], vs[...] = w_chunk, u_chunk
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
+        plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     N, padded = B * HV, chunks * CHUNK
     shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct((N, *s), dtype)
     return plgpu.kernel(
         kernel,
-        out_type=[shape(padded, K)] * 3 + [shape(padded, 2 * CHUNK), shape(chunks, K, dtype=f32)],
+        out_type=[shape(padded, K)] * 3 + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)],
         grid=(chunks, HV, B),
         grid_names=("n", "h", "b"),
         scratch_types=[
+            *[tile((K // GROUP, CHUNK, GROUP), dtype)] * 2,
             tile((CHUNK, K), dtype),
-            tile((CHUNK, K), dtype),
-            tile((CHUNK, K), dtype),
-            plgpu.RefUnion(tile((CHUNK, K), f32), [tile((CHUNK, 2 * CHUNK), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
+            plgpu.RefUnion(tile((K // GROUP, CHUNK, GROUP), f32), [tile((CHUNK, V), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
+            *[tile((CHUNK, CHUNK), dtype)] * 2,
             plgpu.SMEM((TABLE, K), f32),
             plgpu.SMEM((2, CHUNK, GROUP), dtype),
-            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_arrivals=3, num_barriers=K // GROUP),
+            plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane

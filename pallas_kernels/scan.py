@@ -1,10 +1,10 @@
 """Stage 2 of the forward: the state from chunk to chunk, and the outputs.
 
-    v_new = X (v - kU S)        o = qU S + A v_new        S' = Diag(total) S + kD^T v_new
+    v_new = u - w S        o = scale (qU S + A v_new)        S' = Diag(total) S + kD^T v_new
 
 (Kimi Linear, arXiv 2510.26692, section 3; the inputs are those of `prepare`.) The state is kept transposed, S^T [64 values, K], in the
 registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register operands, and the chain from
-chunk to chunk never passes through memory. Warpgroups of one block share all inputs but v;
+chunk to chunk never passes through memory. Warpgroups of one block share all inputs but u;
 one more warpgroup loads them ahead.
 """
 
@@ -17,34 +17,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fragments as fr
+from pallas_kernels.config import Config
 from pallas_kernels.prepare import CHUNK
 
 ROWS = fr.ROWS  # values a warpgroup
-SLICE = 64  # channels in one swizzled tile: what a product can take apart
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
 
 
 def _tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, SLICE)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def make_scan(
-    B: int, T: int, HV: int, K: int, V: int, dtype: Any, *, warpgroups: int, stages: int, has_state: bool, interpret: Any = None
+    B: int, T: int, HV: int, K: int, V: int, dtype: Any, *, scale: float, config: Config, has_state: bool, interpret: Any = None
 ) -> Any:
-    """The kernel (qU, kU, kD [B HV, T', K], A beside X^T [B HV, T', 128], total [B HV, T' / 64, K] float32, v [B, T, HV, V],
-    state [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [B, HV, K, V] float32.
+    """The kernel (qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, state
+    [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [B, HV, K, V] float32.
 
-    warpgroups: of 64 values each, in one block; V must be a multiple of their values. stages: chunks in shared memory.
+    V must be a multiple of the values of `config.warpgroups`.
     """
     chunks = pl.cdiv(T, CHUNK)
-    stages = min(stages, chunks)
+    warpgroups, stages = config.warpgroups, min(config.stages, chunks)
     emulated = interpret is not None
 
     def kernel(*refs: Any) -> None:
         inputs, (o, final_state), scratch = refs[: 6 + has_state], refs[6 + has_state : 8 + has_state], refs[8 + has_state :]
-        (qU, kU, kD, AX, total, v), initial_state = inputs[:6], inputs[6:]
-        qs, kUs, kDs, AXs, vs, totals, os, full, free, *bounce = scratch
+        (qU, kD, w, u, A, total), initial_state = inputs[:6], inputs[6:]
+        qs, ks, ws, As, us, totals, os, full, free, *bounce = scratch
         wg = lax.axis_index("wg")
         b, h = lax.axis_index("b"), lax.axis_index("h")
         head = b * HV + h
@@ -75,30 +75,23 @@ def make_scan(
             # both before the first product: ptxas waits for all products before it touches what one of them has written
             state, decayed = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
-            def products(new_values: Any, errors: Any, outputs: Any, update: Any) -> tuple[jax.Array, jax.Array]:
-                # 1. v - kU S; the first half of qU S fills the wait
-                multiply(errors, state, kUs.at[s].T)
-                half = max(K // 2, SLICE)
-                multiply(outputs, state[:, :half], qs.at[s, :, pl.ds(0, half)].T)
+            def products(corrections: Any, outputs: Any, update: Any) -> tuple[jax.Array, jax.Array]:
+                multiply(corrections, state, ws.at[s].T)
+                multiply(outputs, state, qs.at[s].T)
                 # the chunk before leaves; before the first, out of bounds: a branch would cost the overlap
                 store(previous, jnp.where(n == 0, chunks, n - 1))
-                error = plgpu.load(vs.at[s, wg].T, layout=fr.LAYOUT).astype(f32)
-                error = (error - plgpu.wgmma_accumulator_load(errors, wait_n=1)).astype(dtype)
-                # 2. v_new; the second half of qU S
-                multiply(new_values, error, AXs.at[s, :, pl.ds(CHUNK, CHUNK)])
-                if half < K:
-                    multiply(outputs, state[:, half:], qs.at[s, :, pl.ds(half, K - half)].T)
-                values = plgpu.wgmma_accumulator_load(new_values, wait_n=1).astype(dtype)
-                # 3. the next state first: the next chunk waits for it
+                values = plgpu.load(us.at[s, wg].T, layout=fr.LAYOUT).astype(f32)
+                values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=1)).astype(dtype)
+                # the next state first: the next chunk waits for it
                 if not emulated:  # the interpreter cannot start from a value
                     update[...] = decayed
-                multiply(update, values, kDs.at[s])
-                multiply(outputs, values, AXs.at[s, :, pl.ds(0, CHUNK)].T)
+                multiply(update, values, ks.at[s])
+                multiply(outputs, values, As.at[s].T)
                 S_next = plgpu.wgmma_accumulator_load(update, wait_n=1)
-                return decayed + S_next if emulated else S_next, outputs[...].astype(dtype)
+                return decayed + S_next if emulated else S_next, (outputs[...] * scale).astype(dtype)
 
             accumulator = lambda columns: plgpu.ACC((ROWS, columns), f32)
-            S, out = pl.run_scoped(products, *(accumulator(columns) for columns in (CHUNK, CHUNK, CHUNK, K)))
+            S, out = pl.run_scoped(products, *(accumulator(columns) for columns in (CHUNK, CHUNK, K)))
             plgpu.barrier_arrive(free.at[s])
             return S, out, jnp.where(s == stages - 1, 0, s + 1)
 
@@ -113,11 +106,11 @@ def make_scan(
                     plgpu.barrier_wait(free.at[s])
 
                 rows = pl.ds(n * CHUNK, CHUNK)
-                for source, target in ((kU, kUs), (qU, qs), (AX, AXs), (kD, kDs)):
+                for source, target in ((w, ws), (qU, qs), (kD, ks), (A, As)):
                     plgpu.copy_gmem_to_smem(source.at[head, rows], target.at[s], full.at[s])
                 for i in range(warpgroups):
                     values = pl.ds(first_value + i * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(v.at[b, rows, h, values], vs.at[s, i], full.at[s])
+                    plgpu.copy_gmem_to_smem(u.at[head, rows, values], us.at[s, i], full.at[s])
                 plgpu.copy_gmem_to_smem(total.at[head, n], totals.at[s], full.at[s])
                 return jnp.where(s == stages - 1, 0, s + 1)
 
@@ -137,13 +130,13 @@ def make_scan(
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [_tile((stages, CHUNK, K), dtype)] * 3
-    scratch += [_tile((stages, CHUNK, 2 * CHUNK), dtype), _tile((stages, warpgroups, CHUNK, ROWS), dtype)]
+    scratch += [_tile((stages, CHUNK, CHUNK), dtype), _tile((stages, warpgroups, CHUNK, ROWS), dtype)]
     scratch += [plgpu.SMEM((stages, K), f32)]
     scratch += [_tile((warpgroups, CHUNK, ROWS), dtype)]
     scratch += [plgpu.Barrier(num_arrivals=5 + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
-        scratch += [_tile((warpgroups, ROWS, columns), dtype) for columns in {SLICE, CHUNK, K}]
+        scratch += [_tile((warpgroups, ROWS, columns), dtype) for columns in {CHUNK, K}]
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((B, T, HV, V), dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],

@@ -5,20 +5,21 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.config import Config
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
-bf16, f32 = jnp.bfloat16, jnp.float32
+Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
 
 
-def cases() -> Iterator[tuple[str, Any, list[tuple[tuple[int, ...], Any]]]]:
-    B, T, H = 1, 8192, 32
-    for K, V in ((128, 128), (64, 64)):
+def cases() -> Iterator[Case]:
+    B, T, H, f32 = 1, 8192, 32, jnp.float32
+    for dtype, K, V in ((jnp.bfloat16, 128, 128), (jnp.bfloat16, 64, 64), (jnp.float16, 128, 128)):
+        label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
-        inputs = [(qk, bf16), (qk, bf16), (qk, f32), ((B * H, T), f32)]
-        yield f"prepare {K}", make_prepare(qk, qk, bf16, K**-0.5), inputs
-        padded = (B * H, T)
-        inputs = [((*padded, K), bf16)] * 3 + [((*padded, 128), bf16), ((B * H, T // 64, K), f32), (v, bf16)]
-        for warpgroups in range(1, V // 64 + 1):
-            scan = make_scan(B, T, H, K, V, bf16, warpgroups=warpgroups, stages=4 - warpgroups, has_state=True)
-            yield f"scan {K} {V}, {warpgroups} warpgroups", scan, [*inputs, ((B, H, K, V), f32)]
+        inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B * H, T), f32)]
+        yield f"prepare {label}", make_prepare(qk, v, dtype), inputs
+        prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
+        for config in [Config(1, 3), Config(2, 2)][: V // 64]:
+            scan = make_scan(B, T, H, K, V, dtype, scale=K**-0.5, config=config, has_state=True)
+            yield f"scan {label}, {config}", scan, [*prepared, ((B, H, K, V), f32)]
