@@ -13,11 +13,11 @@ from experiments.report import Run
 BLUE, ORANGE, GREEN, PURPLE, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000"
 STYLES = {
     "kda": ("KDA", BLUE, "-"),
-    "gla": ("KDA without delta rule (gla)", BLUE, "--"),
+    "gla": ("KDA, no delta rule (gla)", BLUE, "--"),
     "gdn": ("Gated DeltaNet", ORANGE, "-"),
-    "sgla": ("Gated DeltaNet without delta rule (sgla)", ORANGE, "--"),
+    "sgla": ("Gated DeltaNet, no delta rule (sgla)", ORANGE, "--"),
     "deltanet": ("DeltaNet", GREEN, "-"),
-    "linear": ("DeltaNet without delta rule (linear)", GREEN, "--"),
+    "linear": ("DeltaNet, no delta rule (linear)", GREEN, "--"),
     "mamba2": ("Mamba-2 style", PURPLE, "-."),
     "attention": ("full attention", BLACK, ":"),
 }
@@ -29,7 +29,7 @@ LABELS = {
 
 def save(path: Path, panels: Mapping[str, Sequence[Run]]) -> None:
     """Write a PNG with one panel a title."""
-    figure = Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
+    figure = Figure(figsize=(6.4 * len(panels), 5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for ax, (title, runs) in zip(axes, panels.items(), strict=True):
         _panel(ax, title, runs)
@@ -52,9 +52,6 @@ def _panel(ax: Axes, title: str, runs: Sequence[Run]) -> None:
         ax.set_ylim(0, 1.02)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(
-        frameon=False,
-        fontsize="small",
-        title="one seed" if seeds == 1 else f"median of {seeds} seeds",
-        title_fontsize="small",
-    )
+    title = "one seed" if seeds == 1 else f"median of {seeds} seeds"
+    below = (0.5, -0.13)
+    ax.legend(title=title, loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize="small")

@@ -18,7 +18,7 @@ from experiments import models, report, sweep
 from experiments.configs import mqar, overwrite, palindrome, stack, text
 from experiments.errors import ConfigError
 from experiments.tasks import registry
-from experiments.train import Checkpoints, Program, Schedule, optimizer
+from experiments.train import Checkpoints, Program, Schedule, held_out, optimizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,8 +83,8 @@ def test_a_member_of_the_grid_is_the_run_on_its_own():
         for step in (0, 5):
             state, scalars = p.train(p.task, state, jnp.int32(step), p.seeds, p.rates)
         member = p.schedule.members.index((3, 1e-2))
-        held_out = p.evaluate(p.task, state.params, p.seeds)
-        results.append(jax.tree.map(lambda x, g=member: np.asarray(x[g]), (state.params, scalars, held_out)))
+        scores = p.evaluate(p.task, state.params, held_out(p.task, p.seeds))
+        results.append(jax.tree.map(lambda x, g=member: np.asarray(x[g]), (state.params, scalars, scores)))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-5)
 

@@ -59,7 +59,7 @@ class Recall(Synthetic):
         # One draw for everything: each draw costs compilation time, and ranks of uniform numbers are a random order.
         sizes = np.cumsum([self.keys, self.pairs, self.pairs, self.distinct, self.length - start])
         for_name, for_order, for_value, for_query, for_place = jnp.split(
-            jax.random.uniform(key, sizes[-1:]), sizes[:-1]
+            jax.random.uniform(key, (int(sizes[-1]),)), sizes[:-1]
         )
         name = jnp.argsort(for_name)[: self.distinct]
         order = jnp.argsort(for_order) % self.distinct
