@@ -16,8 +16,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
-        if self.stages not in (2, 3, 4):
-            raise ValueError(f"stages must be 2, 3 or 4, got {self.stages}")
+        if self.stages not in (2, 3) or self.warpgroups + self.stages > 4:  # the shared memory of a multiprocessor
+            raise ValueError(f"stages must be 2, or 3 with one warpgroup, got {self.stages}")
 
 
 def default_config(sequence_heads: int, value_channels: int) -> Config:

@@ -1,0 +1,48 @@
+"""Which inputs the kernels take: None, or the reason why not."""
+
+import jax
+import jax.numpy as jnp
+
+KEY_CHANNELS = (64, 128)
+VALUE_MULTIPLE = 64
+DTYPES = ("bfloat16", "float16")
+COMPUTE_CAPABILITY = "9.0"
+
+
+def unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    *,
+    packed: bool = False,
+    platform: str | None = None,
+) -> str | None:
+    """Why `kda_mosaic` cannot run on these inputs (arrays, tracers or `jax.ShapeDtypeStruct`), or None.
+
+    packed: the call has segment_ids or cu_seqlens. platform: "hopper" skips the look at the default device, for a program that is lowered for
+    a machine that is not this one.
+    """
+    if packed:
+        return "packed sequences (segment_ids, cu_seqlens) are not supported"
+    if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
+        return f"q, k, v must share a dtype of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if jnp.dtype(g.dtype).itemsize > 4:
+        return f"g must have at most 32 bits, got {g.dtype}"
+    if q.shape[-1] not in KEY_CHANNELS:
+        return f"the number of key channels must be one of {KEY_CHANNELS}, got {q.shape[-1]}"
+    if v.shape[-1] % VALUE_MULTIPLE:
+        return f"the number of value channels must be a multiple of {VALUE_MULTIPLE}, got {v.shape[-1]}"
+    if 0 in v.shape:
+        return f"v must not be empty, got shape {v.shape}"
+    return None if platform == "hopper" else _unsupported_device()
+
+
+def _unsupported_device() -> str | None:
+    if jax.default_backend() != "gpu":
+        return f"an NVIDIA Hopper GPU is needed, the default backend is {jax.default_backend()}"
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability != COMPUTE_CAPABILITY:
+        return f"compute capability {COMPUTE_CAPABILITY} (Hopper) is needed, {device.device_kind} has {capability}"
+    return None

@@ -1,0 +1,108 @@
+"""The forward kernels: in the interpreter, with its race detector, against the float64 oracle; and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot_cases import cases
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from reference import kda as oracle
+from tolerances import FORWARD, assert_close
+
+from pallas_kernels.config import Config, default_config
+from pallas_kernels.forward import forward
+from pallas_kernels.support import unsupported_reason
+
+DECAYS = {
+    "slow": lambda rng, shape: -5 / (1 + np.exp(4.6 + rng.normal(size=shape))),
+    "saturated": lambda rng, shape: np.full(shape, -5.0),
+    "mixed": lambda rng, shape: np.where(rng.random((*shape[:3], 1)) < 0.8, -0.05, -6e4) * rng.random(shape),
+}
+
+
+@functools.cache
+def kernels(config):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    return jax.jit(lambda *x: forward(*x, scale=x[0].shape[-1] ** -0.5, config=config, interpret=interpret))
+
+
+def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k, v = unit(rng.normal(size=(1, T, H, K))), unit(rng.normal(size=(1, T, H, K))), rng.normal(size=(1, T, HV, V))
+    g, beta, state = DECAYS[decay](rng, (1, T, HV, K)), rng.random((1, T, HV)), rng.normal(size=(1, HV, K, V)) / 3
+    return [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (g, beta, state)]
+
+
+def check(arrays, config):
+    got = kernels(config)(*arrays)
+    want = oracle(*(np.asarray(x.astype(jnp.float32)) for x in arrays))
+    for name, x, y in zip(("o", "final_state"), got, want, strict=True):
+        assert_close(x, y, FORWARD["bfloat16"], name)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_grouped_heads_and_a_ragged_end(rng, decay):
+    check(inputs(rng, decay, T=70, H=1, HV=2, K=64, V=64), Config(warpgroups=1, stages=3))
+
+
+def test_two_warpgroups_and_more_chunks_than_stages(rng):
+    check(inputs(rng, "slow", T=200, H=1, HV=1, K=64, V=128), Config(warpgroups=2, stages=2))
+
+
+def test_float16(rng):
+    check(inputs(rng, "slow", T=64, H=1, HV=1, K=64, V=64, dtype=jnp.float16), Config())
+
+
+def test_later_tokens_change_nothing(rng):
+    """The prefix is the same bit for bit whatever the last token's decay, key and value are."""
+    arrays = inputs(rng, "slow", T=70, H=1, HV=2, K=64, V=64)
+    before = kernels(Config())(*arrays)[0]
+    changed = [x if x.ndim == 4 and x.shape[1] == 2 else x.at[:, 66].set(-x[:, 66]) for x in arrays[:3]]
+    after = kernels(Config())(*changed, arrays[3].at[:, 66].set(-50.0), *arrays[4:])[0]
+    assert jnp.array_equal(before[:, :66], after[:, :66])
+    assert not jnp.array_equal(before[:, 66:], after[:, 66:])
+
+
+@pytest.mark.parametrize("name, function, shapes", [pytest.param(*case, id=case[0]) for case in cases()])
+def test_lowers_for_hopper(name, function, shapes):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = jax.jit(function).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes)).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def specs(K=128, V=128, dtype=jnp.bfloat16, g=jnp.float32):
+    qk = jax.ShapeDtypeStruct((1, 64, 2, K), dtype)
+    return qk, qk, jax.ShapeDtypeStruct((1, 64, 4, V), dtype), jax.ShapeDtypeStruct((1, 64, 4, K), g)
+
+
+@pytest.mark.parametrize(
+    "arrays, packed, part",
+    [
+        (specs(K=96), False, "key channels must be one of (64, 128), got 96"),
+        (specs(V=80), False, "value channels must be a multiple of 64, got 80"),
+        (specs(dtype=jnp.float32), False, "share a dtype"),
+        (specs(g=np.float64), False, "at most 32 bits"),
+        (specs(), True, "packed sequences"),
+        (specs(V=0), False, "must not be empty"),
+    ],
+)
+def test_unsupported_inputs_have_a_reason(arrays, packed, part):
+    assert part in unsupported_reason(*arrays, packed=packed, platform="hopper")
+
+
+def test_supported_inputs_have_none_but_the_device():
+    assert unsupported_reason(*specs(), platform="hopper") is None
+    assert "Hopper GPU is needed" in unsupported_reason(*specs())
+
+
+def test_config_checks_itself():
+    for bad in ({"warpgroups": 3}, {"stages": 1}, {"warpgroups": 2, "stages": 3}):
+        with pytest.raises(ValueError, match="must be"):
+            Config(**bad)
+    assert default_config(32, 128) == Config(warpgroups=1, stages=3)
+    assert default_config(256, 128) == Config(warpgroups=2, stages=2)
+    assert default_config(256, 64).warpgroups == 1

@@ -1,0 +1,105 @@
+"""The kernels as one function: gradients, vmap, shard_map and partitioning, with the chunk form in the kernels' place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from reference import kda as oracle
+from tolerances import assert_close
+
+from kda_jax.ops.chunk import kda_chunk
+from pallas_kernels import vjp
+
+B, T, H, HV, K, V = 2, 70, 2, 4, 8, 16
+SCALE = K**-0.5
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    """The kernels' signature, any backend and any channels."""
+
+    def forward(q, k, v, g, beta, initial_state, *, scale, config, interpret):
+        if initial_state is None:
+            initial_state = jnp.zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
+        return kda_chunk(q, k, v, g, beta, scale=scale, initial_state=initial_state)[:2]
+
+    monkeypatch.setattr(vjp, "forward", forward)
+    vjp._mapped.cache_clear()
+    vjp._partitioned.cache_clear()
+
+
+def inputs(rng, batch=(B,)):
+    normal = lambda *shape: rng.normal(size=(*batch, *shape))
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    arrays = unit(normal(T, H, K)), unit(normal(T, H, K)), normal(T, HV, V), -normal(T, HV, K) ** 2, rng.random((*batch, T, HV))
+    return [jnp.asarray(x, jnp.float32) for x in (*arrays, normal(HV, K, V))]
+
+
+def run(*arrays):
+    *arrays, state = arrays
+    return vjp.kda_mosaic(*arrays, scale=SCALE, initial_state=state)
+
+
+def test_gradients_of_every_input(rng):
+    arrays = inputs(rng)
+    do, dstate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, HV, V), (B, HV, K, V)))
+    (o, state), pull = jax.jit(lambda *x: jax.vjp(run, *x))(*arrays)
+    (want_o, want_state), want = oracle(*arrays, scale=SCALE, do=do, dfinal_state=dstate)
+    assert_close(o, want_o, 1e-5, "o")
+    assert_close(state, want_state, 1e-5, "final_state")
+    for name, got, expected in zip(("q", "k", "v", "g", "beta", "initial_state"), pull((do, dstate)), want, strict=True):
+        assert_close(got, expected, 1e-4, name)
+
+
+def test_no_initial_state_is_zero(rng):
+    arrays = inputs(rng)[:-1]
+    o, _ = jax.jit(functools.partial(vjp.kda_mosaic, scale=SCALE))(*arrays)
+    assert_close(o, oracle(*arrays, scale=SCALE)[0], 1e-5)
+
+
+def test_vmap_joins_the_batch(rng):
+    *arrays, state = inputs(rng, batch=(3, B))
+    shared = arrays[4][0]  # beta, not mapped
+    o, final_state = jax.jit(jax.vmap(run, in_axes=(0, 0, 0, 0, None, 0)))(*arrays[:4], shared, state)
+    for i in range(3):
+        want_o, want_state = oracle(*(x[i] for x in arrays[:4]), shared, state[i], scale=SCALE)
+        assert_close(o[i], want_o, 1e-5, "o")
+        assert_close(final_state[i], want_state, 1e-5, "final_state")
+
+
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+HEADS = PartitionSpec("data", None, "model")
+SPECS = (HEADS,) * 5 + (PartitionSpec("data", "model"),)
+
+
+def test_shard_map_checks_and_differentiates(rng):
+    arrays = inputs(rng)
+    loss = lambda *x: sum((y**2).sum() for y in run(*x))
+
+    @functools.partial(jax.shard_map, mesh=mesh(), in_specs=SPECS, out_specs=PartitionSpec(), check_vma=True)
+    def sharded(*x):
+        return jax.lax.psum(loss(*x), ("data", "model"))
+
+    got = jax.jit(jax.grad(lambda *x: sharded(*x), argnums=range(6)))(*arrays)
+    want = jax.jit(jax.grad(loss, argnums=range(6)))(*arrays)
+    for name, x, y in zip(("q", "k", "v", "g", "beta", "initial_state"), got, want, strict=True):
+        assert_close(x, y, 1e-4, name)
+
+
+def test_partitioned_over_batch_and_heads(rng):
+    arrays = [jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(inputs(rng), SPECS, strict=True)]
+    compiled = jax.jit(run).lower(*arrays).compile()
+    text = compiled.as_text()
+    for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
+        assert collective not in text
+    o, state = compiled(*arrays)
+    assert o.sharding.spec == HEADS or o.sharding.is_equivalent_to(NamedSharding(mesh(), HEADS), o.ndim)
+    want_o, want_state = oracle(*arrays, scale=SCALE)
+    assert_close(o, want_o, 1e-5, "o")
+    assert_close(state, want_state, 1e-5, "final_state")
