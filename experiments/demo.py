@@ -27,7 +27,7 @@ def main(_: list[str]) -> None:
         "Bytes of the State of the Union": sweep.run(language, workdir / "text"),
     }
     for title, runs in panels.items():
-        print(f"\n{title}\n\n{report.tables(runs)}")
+        print(f"\n{title}\n\n{report.table(runs)}")
     plot.save(workdir / "demo.png", panels)
     print(f"The plot is {workdir / 'demo.png'}")
 

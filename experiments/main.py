@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import sweep
+from experiments import report, sweep
 from experiments.errors import ConfigError
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -28,8 +28,8 @@ def main(_: list[str]) -> None:
         runs = sweep.run(_CONFIG.value, Path(_WORKDIR.value))
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    print(sweep.report.tables(runs))
-    print(f"The plot is {_WORKDIR.value}/plot.png")
+    print(report.table(runs))
+    print(f"More in {_WORKDIR.value}/report.md; the plot is {_WORKDIR.value}/plot.png")
 
 
 def parse(argv: list[str]) -> list[str]:

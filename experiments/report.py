@@ -73,21 +73,21 @@ def load(workdir: Path) -> list[Run]:
     return runs
 
 
-def tables(runs: Sequence[Run]) -> str:
-    """Markdown: the comparison, and for text the bits a byte by position in the document and by decade."""
-    if runs[0].score == "eval_accuracy":
-        return _align([_RECALL_HEAD, *(_recall_row(run) for run in runs)])
-    slices = [name for name in runs[0].lines[-1] if name.startswith("eval_bits_per_byte_")]
-    by_position = [name for name in slices if "_from_" in name]
-    by_decade = [name for name in slices if "_from_" not in name]
-    return "\n".join(
-        [
-            _align([_TEXT_HEAD, *(_text_row(run) for run in runs)]),
-            "Bits a byte by position in the document, from this byte to the next column's:\n",
-            _align(_slice_table(runs, by_position, "eval_bits_per_byte_from_")),
-            "Bits a byte by decade:\n",
-            _align(_slice_table(runs, by_decade, "eval_bits_per_byte_")),
-        ]
+def table(runs: Sequence[Run]) -> str:
+    """The comparison, a row a mixer, in Markdown."""
+    if runs[0].score == "eval_bits_per_byte":
+        return _align([_TEXT_HEAD, *(_text_row(run) for run in runs)])
+    return _align([_RECALL_HEAD, *(_recall_row(run) for run in runs)])
+
+
+def slices(runs: Sequence[Run]) -> str:
+    """Bits a byte by position in the document and by decade, a column a mixer; empty for tasks without."""
+    names = [name for name in runs[0].lines[-1] if name.startswith("eval_bits_per_byte_")]
+    names.sort(key=lambda name: int(name.split("_")[-1].removesuffix("s")))
+    by_position = [name for name in names if "_from_" in name]
+    by_decade = [name for name in names if "_from_" not in name]
+    return (
+        _slice_table("from byte", by_position, runs) + "\n" + _slice_table("decade", by_decade, runs) if names else ""
     )
 
 
@@ -120,9 +120,10 @@ def _text_row(run: Run) -> list[str]:
     ]
 
 
-def _slice_table(runs: Iterable[Run], names: Sequence[str], prefix: str) -> list[list[str]]:
-    head = ["mixer", *(name.removeprefix(prefix) for name in names)]
-    return [head, *([run.mixer, *(f"{_median(run.last(run.rate), name):.3f}" for name in names)] for run in runs)]
+def _slice_table(title: str, names: Sequence[str], runs: Sequence[Run]) -> str:
+    """Median bits a byte, a row a slice and a column a mixer."""
+    rows = ([name.split("_")[-1], *(f"{_median(run.last(run.rate), name):.3f}" for run in runs)] for name in names)
+    return _align([[title, *(run.mixer for run in runs)], *rows])
 
 
 def _what(run: Run) -> list[str]:

@@ -33,7 +33,7 @@ def run(config: ConfigDict, workdir: Path) -> list[report.Run]:
     for mixer, program in programs.items():
         fit(program, workdir / mixer, header(config, mixer, program), mixer)
     runs = report.load(workdir)
-    (workdir / "report.md").write_text(report.tables(runs))
+    (workdir / "report.md").write_text("\n".join([report.table(runs), report.slices(runs)]))
     plot.save(workdir / "plot.png", {config.task.name: runs})
     return runs
 

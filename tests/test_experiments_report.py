@@ -35,6 +35,10 @@ def recall(accuracies, rate, loss=1.0):
     ]
 
 
+def cells(table):
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+
+
 @pytest.fixture
 def workdir(tmp_path):
     good = recall([(0.1, 0.96, 0.97), (0.2, 0.94, 0.95), (0.3, 0.4, 0.5)], 1e-3)
@@ -51,7 +55,8 @@ def test_recall_table(workdir):
     assert (kda.mixer, attention.mixer) == ("kda", "attention")
     assert (kda.rate, attention.rate) == (1e-3, 1e-3)
     assert kda.steps_to(0.95) == [200, 300, float("inf")]
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in report.tables([kda, attention]).splitlines()]
+    rows = cells(report.table([kda, attention]))
+    assert report.slices([kda, attention]) == ""
     assert rows[0][:4] == ["mixer", "parameters", "rate", "token accuracy"]
     assert rows[2] == ["kda", "1,234", "0.001", "0.950", "0.475", "300", "300", "0: 0.970, 1: 0.950, 2: 0.500"]
     assert rows[3][:6] == ["attention", "1,234", "0.001", "0.200", "0.100", "not reached"]
@@ -63,8 +68,8 @@ def test_text_tables(tmp_path):
             "eval_loss": bits * 0.7,
             "eval_accuracy": 0.5,
             "eval_bits_per_byte": bits,
-            "eval_bits_per_byte_from_0": bits + 1,
             "eval_bits_per_byte_from_64": bits - 1,
+            "eval_bits_per_byte_from_0": bits + 1,
             "eval_bits_per_byte_1790s": bits + 0.25,
         }
 
@@ -74,12 +79,16 @@ def test_text_tables(tmp_path):
     write(tmp_path, "gdn", lines)
     (run,) = report.load(tmp_path)
     assert run.rate == 1e-4
-    head, _, table, *rest = report.tables([run]).splitlines()
+    head, _, row = cells(report.table([run]))
     assert "bits a byte" in head
-    assert [cell.strip() for cell in table.split("|")[4:8]] == ["2.500", "0.500", "300", "0: 2.000, 1: 3.000, 2: 2.500"]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rest if line.startswith("|")]
-    assert cells[0::3] == [["mixer", "0", "64"], ["mixer", "1790s"]]
-    assert cells[2::3] == [["gdn", "3.500", "1.500"], ["gdn", "2.750"]]
+    assert row[3:] == ["2.500", "0.500", "300", "0: 2.000, 1: 3.000, 2: 2.500"]
+    position, decade = map(cells, report.slices([run, run]).split("\n\n"))
+    assert [position[0], *position[2:]] == [
+        ["from byte", "gdn", "gdn"],
+        ["0", "3.500", "3.500"],
+        ["64", "1.500", "1.500"],
+    ]
+    assert [decade[0], *decade[2:]] == [["decade", "gdn", "gdn"], ["1790s", "2.750", "2.750"]]
 
 
 def test_plot_shows_the_median_and_every_seed(workdir):
