@@ -19,6 +19,7 @@ RANKS = {
     "pallas_kernels": 2,
     "kda_jax.ops": 3,
     "kda_jax.ops.api": 3,
+    "kda_jax.ops.decode": 3,
     "kda_jax.layers": 4,
     "kda_jax.models": 5,
     "kda_jax": 6,
@@ -86,8 +87,8 @@ def violations(name, source):
         if root in PACKAGES:
             if longest_prefix(RANKS, imported) > rank:
                 yield f"{name} imports {imported}, which is above it"
-            if root == "pallas_kernels" and rank not in (2, 7, 8) and (name != "kda_jax.ops.api" or top_level):
-                yield f"{name} imports {imported}: only ops.api may, and only inside a function"
+            if root == "pallas_kernels" and rank not in (2, 7, 8) and (rank != 3 or top_level):
+                yield f"{name} imports {imported}: only ops.api or ops.decode may, and only inside a function"
         elif root not in sys.stdlib_module_names and root not in LIBRARIES.get(rank, {root}):
             yield f"{name} imports {root}"
 

@@ -11,8 +11,8 @@ FORWARD = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 8e-3, "float16": 8e-3}
 GATE_GRADIENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
-# Identical keys, (beta, dtype): every write is a small difference of large terms. At beta 2 each one reflects and nothing
-# is forgotten, so that rounding the scores alone moves a chunk's result by 1e-4.
+# Identical keys, (beta, dtype): every write is a small difference of large terms. At beta 2 each one reflects, nothing
+# is forgotten, and rounding the scores alone moves a chunk's result by 1e-4.
 IDENTICAL_KEYS = {(1.0, "float32"): 1e-4, (2.0, "float32"): 1e-3, (1.0, "bfloat16"): 1e-2, (2.0, "bfloat16"): 1e-2}
 
 GOLDEN = 1e-4  # float32 vectors that other implementations computed in float32
