@@ -9,9 +9,9 @@ to the chunk's end, and Ul the last token's U (Kimi Linear, section 3.2, in the 
     4  state      e = u - w S             S <- Ul S + (k D)^T e          in order, chunk by chunk
     5  output     o = scale * ((q U) S + A e)
 
-No decay factor exceeds 1 and none comes from a difference of sums. A pair i > j is told apart at one level s of 1, 2, 4,
-...: i is in an odd block of s tokens and j in the even block before it, so P_ij = U_i D_j with U and D taken over those
-blocks. From s to 2s, U of an odd block takes the even block's last U as a factor, and D of an even block the odd
+No decay factor exceeds 1 and none comes from a difference of sums. A pair i > j is told apart at one level s of 1, 2,
+4, ...: i is in an odd block of s tokens and j in the even block before it, so P_ij = U_i D_j with U and D taken over
+those blocks. From s to 2s, U of an odd block takes the even block's last U as a factor, and D of an even block the odd
 block's. A decay that underflows is 0, the right value, and a reset of the state is a decay of exactly 0.
 """
 
@@ -25,9 +25,15 @@ from jaxtyping import Array, Float, Int
 from kda_jax.ops.packing import Alignment, Packing, align
 from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values, state_dtype
 
-TILE = 16  # tokens of a dense tile: anchored at its first token, factors reach exp(15 * 5), a float32
+TILE = 16  # tokens of a tile: with g >= -5, factors anchored at its first token reach exp(15 * 5), a float32
 
 _exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def _eye(like: Array) -> Array:
+    """The identity [1, ..., 1, C, C] of the rank, dtype and last axis of `like`."""
+    C = like.shape[-1]
+    return jnp.eye(C, dtype=like.dtype).reshape(*(1,) * (like.ndim - 2), C, C)
 
 
 def _lower_blocks(top: Array, corner: Array, bottom: Array) -> Array:
@@ -38,16 +44,24 @@ def _lower_blocks(top: Array, corner: Array, bottom: Array) -> Array:
 
 @jax.custom_jvp
 def unit_lower_inverse(L: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
-    """(I + L)^-1 of a strictly lower triangular L, by halves: [[X, 0], [-Y L21 X, Y]]; C a power of two.
+    """(I + L)^-1 of a strictly lower triangular L: forward substitution in tiles, merged by [[X, 0], [-Y L21 X, Y]].
 
     Every intermediate is a block of the result, which stays bounded where powers of L (a Neumann series) do not.
     """
-    half = L.shape[-1] // 2
-    if half == 0:
-        return jnp.ones_like(L)
+    C = L.shape[-1]
+    if C <= TILE:
+        return jax.lax.fori_loop(1, C, functools.partial(_substitute_row, L), jnp.zeros_like(L) + _eye(L))
+    half = C // 2
     top, bottom = unit_lower_inverse(jnp.stack([L[..., :half, :half], L[..., half:, half:]]))
     corner = _exact_einsum("...ij,...jk->...ik", _exact_einsum("...ij,...jk->...ik", bottom, L[..., half:, :half]), top)
     return _lower_blocks(top, -corner, bottom)
+
+
+def _substitute_row(L: Array, i: Array, X: Array) -> Array:
+    """Row i of the inverse, e_i - sum_{j < i} L_ij X_j, put into X, whose rows from i on are the identity's."""
+    row = jax.lax.dynamic_index_in_dim(L, i, -2)
+    row = jax.lax.dynamic_index_in_dim(X, i, -2) - _exact_einsum("...ij,...jk->...ik", row, X)
+    return jax.lax.dynamic_update_slice_in_dim(X, row, i, -2)
 
 
 @unit_lower_inverse.defjvp
@@ -67,19 +81,22 @@ def _pairs(x: Array) -> tuple[Array, Array]:
     return x[..., ::2, :, :], x[..., 1::2, :, :]
 
 
-def _tile_scores(q: Array, k: Array, g: Array, einsum: Callable) -> Array:
-    """Strictly lower scores of q and of k in whole tiles [*chunk, m, s, K], by one product; needs g >= -5."""
+def _bounded_scores(q: Array, k: Array, g: Array, einsum: Callable) -> Array:
+    """The scores [*chunk, m, 2, s, s] of q and k within blocks of s <= TILE tokens, strictly lower; needs g >= -5."""
     G = jnp.cumsum(g, axis=-2) - g[..., :1, :]
     rows = jnp.stack([q, k], axis=-3) * jnp.exp(G)[..., None, :, :]
     return jnp.tril(einsum("...hik,...jk->...hij", rows, k * jnp.exp(-G)), -1)
 
 
-def decayed_scores(q: Array, k: Array, g: Array, reset: Array | None, tile: int, einsum: Callable):
+def decayed_scores(
+    q: Array, k: Array, g: Array, reset: Array | None, g_min: float | None, einsum: Callable
+) -> tuple[Array, Array, Array, Array]:
     """Stage 1 of q, k, g [*chunk, C, K]: the scores of q (i >= j) and of k (i > j), [*chunk, C, C], and U, D."""
     C = q.shape[-2]
     a = jnp.exp(g) if reset is None else jnp.where(reset, 0, jnp.exp(g))
+    tile = min(TILE, C) if g_min is not None and reset is None else 1
     U, D = _blocks(a, 1), jnp.ones_like(_blocks(a, 1))
-    scores = jnp.zeros((*U.shape[:-2], 2, 1, 1), a.dtype)
+    scores = jnp.zeros_like(a, shape=(*U.shape[:-2], 2, 1, 1))
     size = 1
     while size < C:
         (_, q1), (k0, k1), (U0, U1), (D0, D1) = (_pairs(x) for x in (_blocks(q, size), _blocks(k, size), U, D))
@@ -89,12 +106,13 @@ def decayed_scores(q: Array, k: Array, g: Array, reset: Array | None, tile: int,
             scores = _lower_blocks(scores[..., ::2, :, :, :], corner, scores[..., 1::2, :, :, :])
         U = jnp.concatenate([U0, U1 * U0[..., -1:, :]], axis=-2)
         D = jnp.concatenate([D0 * U1[..., -1:, :], D1], axis=-2)
-        U, D = jax.lax.optimization_barrier((U, D))  # else XLA computes every level again from the first
+        # Else XLA computes every level again from the first.
+        scores, U, D = jax.lax.optimization_barrier((scores, U, D))
         size *= 2
         if size == tile:
-            scores = _tile_scores(_blocks(q, size), _blocks(k, size), _blocks(g, size), einsum)
-    own = jnp.sum(q * k, axis=-1, keepdims=True) * jnp.eye(C, dtype=a.dtype).reshape(*(1,) * (q.ndim - 2), C, C)
-    return scores[..., 0, 0, :, :] + own, scores[..., 0, 1, :, :], U[..., 0, :, :], D[..., 0, :, :]
+            scores = _bounded_scores(_blocks(q, size), _blocks(k, size), _blocks(g, size), einsum)
+    A, KK = scores[..., 0, 0, :, :], scores[..., 0, 1, :, :]
+    return A + jnp.sum(q * k, axis=-1, keepdims=True) * _eye(A), KK, U[..., 0, :, :], D[..., 0, :, :]
 
 
 def _to_chunks(x: Array, chunk_size: int) -> Array:
@@ -148,7 +166,6 @@ def kda_chunk(
     chunk_size = min(chunk_size, max(1, 1 << (v.shape[1] - 1).bit_length()))
     alignment = align(packing, chunk_size) if packing is not None and packing.slot is not None else None
     reset = None if packing is None else packing.reset
-    tile = min(TILE, chunk_size) if g_min is not None and reset is None else 1
 
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     inputs = [x.astype(dtype) for x in (q, k, v, g, beta)]
@@ -159,7 +176,7 @@ def kda_chunk(
         reset = _to_chunks(reset[:, :, None, None], chunk_size)
 
     def prepare(q, k, v, g, beta):
-        A, KK, U, D = decayed_scores(q, k, g, reset, tile, einsum)
+        A, KK, U, D = decayed_scores(q, k, g, reset, g_min, einsum)
         X = unit_lower_inverse(beta[..., None] * KK)
         w = einsum("...ij,...jk->...ik", X, beta[..., None] * k * U)
         u = einsum("...ij,...jv->...iv", X, beta[..., None] * v)

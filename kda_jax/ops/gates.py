@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kda_jax.ops.types import state_dtype
@@ -14,7 +15,9 @@ G_MIN_LOWEST = -5.0
 
 
 def check_lower_bound(name: str, value: float | None) -> None:
-    """Raises ValueError unless `value` is None or a number in [-5, 0)."""
+    """Raises TypeError or ValueError unless `value` is None or a plain number in [-5, 0)."""
+    if value is not None and not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} must be None or a Python number, got {type(value).__name__}: {value!r}")
     if value is not None and not G_MIN_LOWEST <= value < 0.0:
         raise ValueError(f"{name} must be None or a number in [{G_MIN_LOWEST}, 0), got {value!r}")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -64,13 +65,15 @@ def check_packing(segment_ids: Array | None, cu_seqlens: Array | None, sizes: di
             raise ValueError(f"cu_seqlens needs one row of packed tokens, B=1, got B={sizes['B']}")
         if sizes["N+1"] == 0:
             raise ValueError("cu_seqlens must have N + 1 >= 1 entries, got 0")
-        if isinstance(cu_seqlens, np.ndarray):
-            check_cu_seqlens(cu_seqlens, sizes["T"])
+        if not isinstance(cu_seqlens, jax.core.Tracer):
+            check_cu_seqlens(np.asarray(cu_seqlens), sizes["T"])
         sizes["N"] = sizes["N+1"] - 1
 
 
 def check_chunking(chunk_size: int, g_min: float | None) -> None:
     """Raises unless `chunk_size` is a power of two and `g_min` a promise that the dense tile can use."""
-    if not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1):
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, np.integer)):
+        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}: {chunk_size!r}")
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of two, got {chunk_size!r}")
     check_lower_bound("g_min", g_min)
