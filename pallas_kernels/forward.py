@@ -20,18 +20,21 @@ def forward(
     initial_state: jax.Array | None,
     *,
     scale: float,
+    g_min: float | None,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(o [B, T, HV, V] in v's dtype, final state [B, HV, K, V] float32) for activated inputs; shapes as in `kda`.
 
-    The inputs must be supported (`support.unsupported_reason`); every g <= 0 is exact.
+    The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >= g_min >= -5.
     """
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     rows = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, -T % CHUNK), (0, 0)))
     rows = rows.transpose(0, 2, 1).reshape(B * HV, pl.cdiv(T, CHUNK) * CHUNK)
-    prepared = make_prepare(q.shape, v.shape, v.dtype, interpret)(q, k, v, g.astype(jnp.float32), rows)
+    bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
+    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, interpret=interpret)
+    prepared = prepare(q, k, v, g.astype(jnp.float32), rows)
     has_state = initial_state is not None
     scan = make_scan(B, T, HV, K, V, v.dtype, scale=scale, config=config, has_state=has_state, interpret=interpret)
     state = (initial_state.astype(jnp.float32),) if has_state else ()

@@ -143,43 +143,61 @@ def sibling_end(x: jax.Array, s: int, *, interpret: bool) -> jax.Array:
     return piece(x)
 
 
+def block_end(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """For every row the value at the last row of its block."""
+    columns = x.shape[1]
+    if interpret:
+        return jnp.repeat(_blocks(x)[:, -1], BLOCK, 0)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=_array(columns))
+    def piece(_, x):
+        ends = [[_shuffle(v, arith.ori(_lane(), _i32(28))) for v in pair[1]] for pair in _elements(x)]
+        return _from_elements([[end, end] for end in ends])
+
+    return piece(x)
+
+
 # 3. Scores inside a block ----------------------------------------------------------------------------------------------------------
 # Products of level s < 16 only pair rows of one run of eight, those of level 8 only rows 8 to 15 with rows 0 to 7. So the 16 rows of one
 # mma hold eight rows of queries over the same eight rows of keys, and half the products are saved. In such a "stacked" array, columns
 # 8 h .. 8 h + 8 belong to half h; rows 0 to 7 of a block are its query rows, rows 8 to 15 its key rows.
 
 
-def stacked_scores(total: jax.Array, q: jax.Array, k: jax.Array, *, interpret: bool) -> jax.Array:
-    """total [64, 16] + the products of q and k, each with k, of either half of the block, stacked."""
+def stacked_scores(total: jax.Array, q: jax.Array, k: jax.Array, right: jax.Array, *, interpret: bool) -> jax.Array:
+    """total [64, 16] + the products of q and k, each with `right`, of either half of the block, stacked."""
     if interpret:
-        qk, kk = (_blocks(x).reshape(4, 2, 8, -1) for x in (q, k))
-        return total + _dot("wshrd,whcd->wsrhc", jnp.stack([qk, kk], 1), kk).reshape(ROWS, 16)
+        q, k, right = (_blocks(x).reshape(4, 2, 8, -1) for x in (q, k, right))
+        return total + _dot("wshrd,whcd->wsrhc", jnp.stack([q, k], 1), right).reshape(ROWS, 16)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 3, return_type=_array(16))
-    def piece(_, total, q, k):
-        dtype, q, k, total = k.mlir_dtype, _words(q), _words(k), [c[0] + c[1] for c in _elements(total)]
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4, return_type=_array(16))
+    def piece(_, total, q, k, right):
+        dtype, total = k.mlir_dtype, [c[0] + c[1] for c in _elements(total)]
+        q, k, right = _words(q), _words(k), _words(right)
         for j in range(0, len(k), 2):
             for h in (0, 1):
-                total[h] = _mma(total[h], [q[j, h], k[j, h], q[j + 1, h], k[j + 1, h]], [k[j, h], k[j + 1, h]], dtype)
+                left = [q[j, h], k[j, h], q[j + 1, h], k[j + 1, h]]
+                total[h] = _mma(total[h], left, [right[j, h], right[j + 1, h]], dtype)
         return _from_elements([[c[:2], c[2:]] for c in total])
 
-    return piece(total, q, k)
+    return piece(total, q, k, right)
 
 
-def crossed_scores(total: jax.Array, q: jax.Array, k: jax.Array, *, interpret: bool) -> jax.Array:
-    """total [64, 8] + the products of rows 8 to 15 of q and k with rows 0 to 7 of k, stacked."""
+def crossed_scores(total: jax.Array, q: jax.Array, k: jax.Array, right: jax.Array, *, interpret: bool) -> jax.Array:
+    """total [64, 8] + the products of rows 8 to 15 of q and k with rows 0 to 7 of `right`, stacked."""
     if interpret:
-        qk, kk = (_blocks(x).reshape(4, 2, 8, -1) for x in (q, k))
-        return total + _dot("wsrd,wcd->wsrc", jnp.stack([qk[:, 1], kk[:, 1]], 1), kk[:, 0]).reshape(ROWS, 8)
+        q, k, right = (_blocks(x).reshape(4, 2, 8, -1) for x in (q, k, right))
+        return total + _dot("wsrd,wcd->wsrc", jnp.stack([q[:, 1], k[:, 1]], 1), right[:, 0]).reshape(ROWS, 8)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 3, return_type=_array(8))
-    def piece(_, total, q, k):
-        dtype, q, k, (total,) = k.mlir_dtype, _words(q), _words(k), [c[0] + c[1] for c in _elements(total)]
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4, return_type=_array(8))
+    def piece(_, total, q, k, right):
+        dtype, (total,) = k.mlir_dtype, [c[0] + c[1] for c in _elements(total)]
+        q, k, right = _words(q), _words(k), _words(right)
         for j in range(0, len(k), 2):
-            total = _mma(total, [q[j, 1], k[j, 1], q[j + 1, 1], k[j + 1, 1]], [k[j, 0], k[j + 1, 0]], dtype)
+            left = [q[j, 1], k[j, 1], q[j + 1, 1], k[j + 1, 1]]
+            total = _mma(total, left, [right[j, 0], right[j + 1, 0]], dtype)
         return _from_elements([[total[:2], total[2:]]])
 
-    return piece(total, q, k)
+    return piece(total, q, k, right)
 
 
 def unstack(stacked: jax.Array, crossed: jax.Array, *, interpret: bool) -> tuple[jax.Array, jax.Array]:

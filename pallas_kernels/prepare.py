@@ -8,10 +8,8 @@ With P_ij = exp(sum_{j < s <= i} g_s) a channel, the decay from token j to token
 
 (Kimi Linear, arXiv 2510.26692, section 3; X is its T.) The next stage needs only qU, kD, w, u, A and total.
 
-The decay is exact for every g <= 0. No sum of g is formed: exp(g) is taken once, and U, D of runs of s rows grow to runs of 2 s rows by
-products, U of the second half times the first half's last U, D of the first half times the second half's last U. A pair (i, j) is counted at
-the one level s where i lies in the second and j in the first half of a run of 2 s, as (q_i U_i) (k_j D_j) with both factors at most 1.
-Levels 1 to 8 stay in a warp's 16 rows; between the four blocks of 16 rows the factor is (U_i of block w) (ends of the blocks between) (D_j).
+No sum of g is formed: exp(g) is taken once, and every decay is a product of such. Inside blocks of 16 tokens, a warp's rows, `within` gives
+the scores; between the four blocks the factor is (U_i of i's block) (ends of the blocks between) (D_j of j's block), each at most 1.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fragments as fr
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
+from pallas_kernels.within import Dense, Exact, iota, times, zeros
 
 CHUNK = fr.ROWS
 GROUP = 32  # channels a pass over the scores: what the registers hold
@@ -45,17 +44,9 @@ def _load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=fr.LAYOUT)
 
 
-def _iota(dimension: int, columns: int) -> jax.Array:
-    return plgpu.broadcasted_iota(i32, (CHUNK, columns), dimension, layout=fr.LAYOUT)
-
-
-def _zeros(columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((CHUNK, columns), f32), fr.LAYOUT)
-
-
 def _choose(index: jax.Array, options: dict[int, jax.Array]) -> jax.Array:
     """options[index], 0 where there is none."""
-    out = _zeros(fr.BLOCK)
+    out = zeros(fr.BLOCK)
     for i, option in options.items():
         out = jnp.where(index == i, option, out)
     return out
@@ -74,14 +65,13 @@ class Tiles(NamedTuple):
     leaving: Any  # (q or k, its part [64, K] of global memory)
 
 
-def scores(tiles: Tiles, interpret: bool) -> tuple[Any, ...]:
+def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, ...]:
     """Products of queries and of keys with keys: within a block (two arrays [64, 16]), and for distances 1 to 3 between blocks.
 
     On the way q becomes qU and k becomes kD and both leave; k U and the chunk's last U are written.
     """
     dtype, K = tiles.k.dtype, tiles.kU.shape[1]
     kw = dict(interpret=interpret)
-    row = _iota(0, GROUP)
     channels = lambda m: pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
 
     def leave(m: jax.Array) -> None:
@@ -89,30 +79,14 @@ def scores(tiles: Tiles, interpret: bool) -> tuple[Any, ...]:
             plgpu.copy_smem_to_gmem(source.at[m], target.at[:, channels(m)])
 
     def group(m: jax.Array, totals: Any) -> Any:
-        stacked, crossed, diagonal, between = totals
+        own, between = totals
         cs = channels(m)
         operand, ends = tiles.operand.at[lax.rem(m, 2)], tiles.ends
         plgpu.barrier_wait(tiles.loaded.at[m])
         q, k = _load(tiles.q.at[m]), _load(tiles.k.at[m])
-        times = lambda x, factor: x * factor.astype(dtype)
-
-        # 1. levels 1, 2, 4: in runs of eight rows
-        U = jnp.exp2(_load(tiles.g.at[m]) * LOG2E)
-        D = jnp.ones_like(U)
-        diagonal = fr.stacked_scores(diagonal, q, k, **kw)
-        level_totals = []
-        for s, total in zip((1, 2, 4), stacked, strict=True):
-            second = (row & s) == s
-            F = jnp.where(second, U, D)
-            level_totals.append(fr.stacked_scores(total, times(q, F), times(k, F), **kw))
-            grown = F * fr.sibling_end(U, s, **kw)
-            U, D = jnp.where(second, grown, U), jnp.where(second, D, grown)
-        # 2. level 8: the two halves of a block
-        F = fr.by_half(D, U, **kw)
-        crossed = fr.crossed_scores(crossed, times(q, F), times(k, F), **kw)
-        grown = F * fr.sibling_end(U, 8, **kw)
-        U, D = fr.by_half(U, grown, **kw), fr.by_half(grown, D, **kw)
-        # 3. between blocks: keys decayed to the end of their block meet rows decayed from there
+        # 1. in blocks
+        own, U, D = within.add(own, q, k, jnp.exp2(_load(tiles.g.at[m]) * LOG2E), interpret)
+        # 2. between blocks: keys decayed to the end of their block meet rows decayed from there
         fr.store_operand(operand, times(k, D), **kw)
         fr.store_ends(ends.at[pl.ds(BEFORE, 4), cs], U, **kw)
         plgpu.commit_smem()
@@ -126,33 +100,27 @@ def scores(tiles: Tiles, interpret: bool) -> tuple[Any, ...]:
         for distance, total in zip((1, 2, 3), between, strict=True):
             pairs.append(fr.block_scores(total, times(q, U), times(k, U), operand, distance, **kw))
             U = U * end(-distance)
-        # 4. decays over the whole chunk
+        # 3. decays over the whole chunk
         D = D * (end(1) * end(2) * end(3))
         fr.store_ends(ends.at[pl.ds(WHOLE, 4), cs], U, **kw)
         q, k = q.astype(f32), k.astype(f32)
         tiles.kU.at[:, cs][...] = (k * U).astype(dtype)
         tiles.q.at[m][...] = (q * U).astype(dtype)
         tiles.k.at[m][...] = (k * D).astype(dtype)
-        return tuple(level_totals), crossed, diagonal, tuple(pairs)
+        return own, tuple(pairs)
 
-    z16 = _zeros(16)
-    start = ((z16,) * 3, _zeros(8), z16, ((z16, z16),) * 3)
-    levels, crossed, diagonal, between = lax.fori_loop(0, K // GROUP, group, start)
+    start = within.start(), ((zeros(fr.BLOCK),) * 2,) * 3
+    own, between = lax.fori_loop(0, K // GROUP, group, start)
     plgpu.commit_smem()
     leave(jnp.int32(K // GROUP - 1))
-
-    # 5. each level keeps its own pairs of rows
-    r, c = _iota(0, 16) & 7, _iota(1, 16) & 7
-    queries = (_iota(0, 16) & 8) == 0
-    stacked = jnp.where((r == c) & queries, diagonal, z16)
-    for bit, total in enumerate(levels):
-        stacked = jnp.where((r > c) & (((r ^ c) >> bit) == 1), total, stacked)
-    return fr.unstack(stacked, crossed, **kw), between
+    return within.finish(own, interpret), between
 
 
-def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Any:
+def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, bounded: bool, interpret: Any = None) -> Any:
     """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
     -> qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
+
+    bounded: every g >= -5.
     """
     (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
     chunks = pl.cdiv(T, CHUNK)
@@ -183,16 +151,16 @@ def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any,
         for source in inputs(lax.div(following, B * HV), lax.rem(lax.div(following, B), HV), lax.rem(following, B)):
             plgpu.async_prefetch(source)
 
-        leaving = ((qs, qU.at[head, rows]), (ks, kD.at[head, rows]))
-        (q_own, k_own), between = scores(Tiles(qs, ks, gs, kUs, ends, operand, loaded, leaving), emulated)
-        # 6. v takes the place of g
+        tiles = Tiles(qs, ks, gs, kUs, ends, operand, loaded, leaving=((qs, qU.at[head, rows]), (ks, kD.at[head, rows])))
+        (q_own, k_own), between = scores(tiles, Dense() if bounded else Exact(), emulated)
+        # 4. v takes the place of g
         plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
         plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
-        block = _iota(0, fr.BLOCK) >> 4
+        block = iota(0, fr.BLOCK) >> 4
         by_distance = [q_own, *(x for x, _ in between)]
         columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
         As[...] = jnp.concatenate(columns, 1).astype(dtype)
-        # 7. X, transposed
+        # 5. X, transposed
         L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
         X = inverse_transposed(L, exchange, interpret=emulated)
         columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
@@ -200,7 +168,7 @@ def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any,
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(As, A.at[head, rows])
 
-        # 8. w = X (k U), u = X v
+        # 6. w = X (k U), u = X v
         def product(operand: Any) -> jax.Array:
             def body(total: Any) -> jax.Array:
                 plgpu.wgmma(total, Xs.T, operand)

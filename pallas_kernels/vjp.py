@@ -29,8 +29,7 @@ def kda_mosaic(
 ) -> tuple[Values, State]:
     """Kimi Delta Attention of activated inputs on Hopper (Kimi Linear, arXiv 2510.26692, section 3); the arguments are `kda_jax.kda`'s.
 
-    The kernels are exact for every g <= 0 and as fast as with a promise; `g_min` serves the backward pass, which for now is that of the
-    chunk form in XLA, computed again from the inputs.
+    The backward pass, for now, is that of the chunk form in XLA, computed again from the inputs.
 
     Args:
       config: tuning; by default that of the shape on each device.
@@ -108,7 +107,10 @@ def _partitioned(static: _Static, value_heads_a_head: int, has_state: bool) -> A
     def local(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = static.config or default_config(v.shape[0] * v.shape[2], v.shape[3])
         initial = state[0] if state else None
-        return forward(q, k, v, g, beta, initial, scale=static.scale, config=config, interpret=static.interpret)
+        return forward(
+            q, k, v, g, beta, initial,
+            scale=static.scale, g_min=static.g_min, config=config, interpret=static.interpret,
+        )  # fmt: skip
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)

@@ -18,7 +18,8 @@ def cases() -> Iterator[Case]:
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B * H, T), f32)]
-        yield f"prepare {label}", make_prepare(qk, v, dtype), inputs
+        for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
+            yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, T, H, K, V, dtype, scale=K**-0.5, config=config, has_state=True)

@@ -24,9 +24,9 @@ DECAYS = {
 
 
 @functools.cache
-def kernels(config):
+def kernels(config, g_min=None):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.jit(lambda *x: forward(*x, scale=x[0].shape[-1] ** -0.5, config=config, interpret=interpret))
+    return jax.jit(lambda *x: forward(*x, scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret))
 
 
 def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
@@ -36,8 +36,8 @@ def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
     return [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (g, beta, state)]
 
 
-def check(arrays, config):
-    got = kernels(config)(*arrays)
+def check(arrays, config, g_min=None):
+    got = kernels(config, g_min)(*arrays)
     want = oracle(*(np.asarray(x.astype(jnp.float32)) for x in arrays))
     for name, x, y in zip(("o", "final_state"), got, want, strict=True):
         assert_close(x, y, FORWARD["bfloat16"], name)
@@ -46,6 +46,11 @@ def check(arrays, config):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_grouped_heads_and_a_ragged_end(rng, decay):
     check(inputs(rng, decay, T=70, H=1, HV=2, K=64, V=64), Config(warpgroups=1, stages=3))
+
+
+@pytest.mark.parametrize("decay", ["slow", "saturated"])
+def test_bounded_decay(rng, decay):
+    check(inputs(rng, decay, T=70, H=1, HV=2, K=64, V=64), Config(), g_min=-5.0)
 
 
 def test_two_warpgroups_and_more_chunks_than_stages(rng):

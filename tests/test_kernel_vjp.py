@@ -21,7 +21,7 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(q, k, v, g, beta, initial_state, *, scale, config, interpret):
+    def forward(q, k, v, g, beta, initial_state, *, scale, g_min, config, interpret):
         if initial_state is None:
             initial_state = jnp.zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
         return kda_chunk(q, k, v, g, beta, scale=scale, initial_state=initial_state)[:2]
