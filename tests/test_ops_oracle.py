@@ -151,6 +151,17 @@ def test_zero_values_and_zero_strength(rng, implementation):
 
 
 @every
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decay_and_state_are_never_rounded(rng, implementation, dtype):
+    """Without writes the final state is exp(sum g) S, to float32's precision whatever the inputs' dtype."""
+    case = make(rng, dtype=dtype)
+    case["beta"] = np.zeros_like(case["beta"])
+    want = np.exp(case["g"].astype(np.float64).sum(1))[..., None] * case["initial_state"]
+    got = run(case, implementation=implementation)["final_state"]
+    tolerances.assert_close(got, want, tolerances.FORWARD["float32"])
+
+
+@every
 def test_no_decay_is_delta_net(rng, implementation):
     """g = 0 is not masked away: products of (I - beta k k^T) written out."""
     case = make(rng, decay="none")
