@@ -4,10 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, make_prepare
+from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 
@@ -30,11 +29,9 @@ def forward(
     """
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
-    rows = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, -T % CHUNK), (0, 0)))
-    rows = rows.transpose(0, 2, 1).reshape(B * HV, pl.cdiv(T, CHUNK) * CHUNK)
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, interpret=interpret)
-    prepared = prepare(q, k, v, g.astype(jnp.float32), rows)
+    prepared = prepare(q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32))
     has_state = initial_state is not None
     scan = make_scan(B, T, HV, K, V, v.dtype, scale=scale, config=config, has_state=has_state, interpret=interpret)
     state = (initial_state.astype(jnp.float32),) if has_state else ()

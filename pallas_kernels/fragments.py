@@ -69,7 +69,7 @@ def _words(x: fa.FragmentedArray) -> np.ndarray:
 
 
 def _elements(x: fa.FragmentedArray) -> list[list[list[Register]]]:
-    """[column // 8][half][column % 2] of a float32 array."""
+    """[column // 8][half][column % 2] of a 32-bit array."""
     at = lambda r, e: vector.extract(r, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
     return [[[at(r, e) for e in (0, 1)] for r in row] for row in _pairs(x)]
 
@@ -112,7 +112,20 @@ def _dot(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, precision="highest")
 
 
-# 2. Rows of a block ----------------------------------------------------------------------------------------------------------------
+# 2. Elements and rows of a block ----------------------------------------------------------------------------------------------------------------
+
+
+def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """1 / x of normal numbers, to a unit in the last place; Pallas would spend five instructions on it."""
+    if interpret:
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=_array(x.shape[1]))
+    def piece(_, x):
+        rcp = lambda v: llvm.inline_asm(ir.F32Type.get(), [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False)
+        return _from_elements([[[rcp(v) for v in half] for half in pair] for pair in _elements(x)])
+
+    return piece(x)
 
 
 def by_half(low: jax.Array, high: jax.Array, *, interpret: bool) -> jax.Array:
@@ -323,7 +336,21 @@ def load_ends(ref: Any, offset: int, *, interpret: bool) -> jax.Array:
     return piece(ref)
 
 
-# 5. The transposed state -----------------------------------------------------------------------------------------------------------
+# 5. Global memory without TMA -----------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
+    """ref[index] for a float32 vector in global memory and index [64, n] int32, the same in all columns."""
+    columns = index.shape[1]
+    if interpret:
+        return ref[...][index]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=_array(columns))
+    def piece(_, ref, index):
+        values = [memref.load(ref, [_index(half[0])]) for half in _elements(index)[0]]
+        return _from_elements([[[value] * 2 for value in values]] * (columns // 8))
+
+    return piece(ref, index)
 
 
 def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:

@@ -117,7 +117,7 @@ def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, .
 
 
 def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, bounded: bool, interpret: Any = None) -> Any:
-    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B HV, T'] float32, 0 behind T)
+    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32)
     -> qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
 
     bounded: every g >= -5.
@@ -141,8 +141,8 @@ def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any,
         for m in range(K // GROUP):  # the first channels are at work while the others arrive
             for source, target in zip(inputs(n, h, b), (gs, qs, ks), strict=True):
                 plgpu.copy_gmem_to_smem(source.at[:, pl.ds(m * GROUP, GROUP)], target.at[m], loaded.at[m])
-        beta_rows = plgpu.load(beta.at[head, rows], layout=fr.LAYOUT.reduce(1), optimized=False)
-        beta_rows = lax.broadcast_in_dim(beta_rows, (CHUNK, fr.BLOCK), (0,))
+        tokens = jnp.minimum(iota(0, fr.BLOCK) + n * CHUNK, T - 1)  # behind the end keys are zero, and beta only has to be finite
+        beta_rows = fr.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
         for start in (0, AFTER):
             fr.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
         plgpu.commit_smem()

@@ -83,7 +83,7 @@ class Dense:
         for s in (1, 2, 4):
             U = jnp.where((row & s) == s, U * fr.sibling_end(U, s, **kw), U)
         U = fr.by_half(U, U * fr.sibling_end(U, 8, **kw), **kw)
-        inverse = 1 / U
+        inverse = fr.reciprocal(U, **kw)
         left, right = (times(q, U), times(k, U)), times(k, inverse)
         totals = fr.stacked_scores(stacked, *left, right, **kw), fr.crossed_scores(crossed, *left, right, **kw)
         return totals, U, fr.block_end(U, **kw) * inverse

@@ -17,7 +17,7 @@ def cases() -> Iterator[Case]:
     for dtype, K, V in ((jnp.bfloat16, 128, 128), (jnp.bfloat16, 64, 64), (jnp.float16, 128, 128)):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
-        inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B * H, T), f32)]
+        inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
         for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
             yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
