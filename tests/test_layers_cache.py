@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import tolerances
 from flax import nnx
+from jax.sharding import PartitionSpec
+
+from kda_jax.layers import Attention, LatentAttention
 
 NAMES = sorted(layer_cases.CASES)
 CAPACITY = 24
@@ -85,6 +88,37 @@ def test_rows_are_independent(name, rng):
     assert np.isnan(y2[1]).all()
 
 
+@pytest.mark.parametrize("name", ["kda", "attention_rope", "mla"])
+def test_shard_map(name, rng):
+    """Over the batch, with check_vma on: packed prefill, a decoded token, and the sum of the shards' gradients."""
+    layer = layer_cases.build(name, rng)
+    graphdef, params = nnx.split(layer)
+    x = inputs(rng, 7)
+    ids = np.array([[0, 1, 1, 1, 0, 2, 2], [1, 1, 0, 1, 1, 1, 1]], np.int32)
+
+    def outputs(params, x, ids):
+        layer = nnx.merge(graphdef, params)
+        y, cache = layer(x, segment_ids=ids, cache=layer.init_cache(x.shape[0], CAPACITY))
+        return jnp.concatenate([y, layer(x[:, :1], cache=cache)[0]], axis=1)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (PartitionSpec(), PartitionSpec("data"), PartitionSpec("data"))
+    sharded = jax.shard_map(outputs, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=True)
+
+    def value_and_gradient(function):
+        def loss(params):
+            y = function(params, x, ids)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    jax.tree.map(
+        lambda a, b: tolerances.assert_close(a, b, tolerances.GRADIENT["float32"]),
+        value_and_gradient(sharded),
+        value_and_gradient(outputs),
+    )
+
+
 @pytest.mark.parametrize("name", ["attention", "mla"])
 def test_overflow(name, rng):
     layer = layer_cases.build(name, rng)
@@ -107,6 +141,23 @@ def test_overflow(name, rng):
 def test_capacity_is_positive(capacity, rng):
     with pytest.raises(ValueError, match=f"capacity must be at least 1, got {capacity}"):
         layer_cases.build("attention", rng).init_cache(1, capacity)
+
+
+@pytest.mark.parametrize("layer_class", [Attention, LatentAttention])
+def test_bfloat16_attention(layer_class):
+    """A cache in the dtype of the computation, and values near float32's."""
+    arguments = (8, 2, 4) if layer_class is Attention else (8, 2, layer_cases.SMALL)
+
+    @jax.jit
+    def both(x):
+        layer = layer_class(*arguments, dtype="bfloat16", param_dtype="bfloat16", rngs=nnx.Rngs(0))
+        wide = layer_class(*arguments, rngs=nnx.Rngs(0))
+        nnx.update(wide, jax.tree.map(lambda p: p.astype(jnp.float32), nnx.state(layer)))
+        return layer(x, cache=layer.init_cache(2, 9)), wide(x)[0]
+
+    (y, cache), want = both(jax.random.normal(jax.random.key(0), (2, 7, 8)))
+    assert {y.dtype, *(entry.dtype for entry in cache.entries)} == {jnp.dtype(jnp.bfloat16)}
+    tolerances.assert_close(y, want, 2e-2)
 
 
 def test_kda_cache_has_one_size(rng):

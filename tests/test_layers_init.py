@@ -151,6 +151,13 @@ def test_constructor_errors(build, message):
         build(nnx.Rngs(0))
 
 
+def test_implementation_reaches_the_operator(rng):
+    layer = layer_cases.build("kda", rng)
+    layer.implementation = "abacus"
+    with pytest.raises(ValueError, match="abacus"):
+        layer(jnp.zeros((2, 5, layer_cases.WIDTH)))
+
+
 @pytest.mark.parametrize("name", ["kda", "attention", "mla"])
 def test_call_errors(name, rng):
     layer = layer_cases.build(name, rng)
