@@ -1,4 +1,4 @@
-"""The comparison family against float64 recurrences: every decay, with and without the delta rule, any low-rank transition."""
+"""The comparison family against float64 recurrences: any decay, with or without the delta rule, low-rank transitions."""
 
 import functools
 
