@@ -122,7 +122,9 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=_array(x.shape[1]))
     def piece(_, x):
-        rcp = lambda v: llvm.inline_asm(ir.F32Type.get(), [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False)
+        rcp = lambda v: llvm.inline_asm(
+            ir.F32Type.get(), [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False
+        )
         return _from_elements([[[rcp(v) for v in half] for half in pair] for pair in _elements(x)])
 
     return piece(x)
@@ -217,7 +219,10 @@ def unstack(stacked: jax.Array, crossed: jax.Array, *, interpret: bool) -> tuple
     """The blocks of queries and of keys [64, 16] in their usual places; zero above the crossed part."""
     if interpret:
         same, below = stacked.reshape(4, 2, 8, 2, 8), crossed.reshape(4, 2, 8, 8)
-        rows = [jnp.concatenate([same[:, :, :, 0], jnp.zeros_like(below)], -1), jnp.concatenate([below, same[:, :, :, 1]], -1)]
+        rows = [
+            jnp.concatenate([same[:, :, :, 0], jnp.zeros_like(below)], -1),
+            jnp.concatenate([below, same[:, :, :, 1]], -1),
+        ]
         both = jnp.stack(rows, 2).reshape(4, 2, BLOCK, BLOCK)
         return both[:, 0].reshape(ROWS, BLOCK), both[:, 1].reshape(ROWS, BLOCK)
 
@@ -248,7 +253,9 @@ def store_operand(ref: Any, x: jax.Array, *, interpret: bool) -> None:
             value = vector.from_elements(ir.VectorType.get((4,), _i32_type()), list(words[4 * i : 4 * i + 4]))
             value = vector.bitcast(ir.VectorType.get((8,), x.mlir_dtype), value)
             at = arith.addi(chunk, _i32(32 * i))
-            vector.store(value, ref, [_index(arith.shrui(at, _i32(2))), _index(arith.shli(arith.andi(at, _i32(3)), _i32(3)))])
+            vector.store(
+                value, ref, [_index(arith.shrui(at, _i32(2))), _index(arith.shli(arith.andi(at, _i32(3)), _i32(3)))]
+            )
 
     piece(ref, x)
 
@@ -272,14 +279,22 @@ def block_scores(
             index = [_index(arith.shrui(at, _i32(2))), _index(arith.shli(arith.andi(at, _i32(3)), _i32(3)))]
             value = vector.load(ir.VectorType.get((8,), q_.mlir_dtype), ref, index)
             value = vector.bitcast(ir.VectorType.get((4,), _i32_type()), value)
-            b += [vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e])) for e in range(4)]
+            b += [
+                vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
+                for e in range(4)
+            ]
         words = np.array(b, object).reshape(4, 2)
         out = []
         for total, x in ((total_q, _words(q_)), (total_k, _words(k_))):
             c = [pair[0] + pair[1] for pair in _elements(total)]
             for j in (0, 2):
                 for h in (0, 1):
-                    c[h] = _mma(c[h], [x[j, 0], x[j, 1], x[j + 1, 0], x[j + 1, 1]], [words[j, h], words[j + 1, h]], q_.mlir_dtype)
+                    c[h] = _mma(
+                        c[h],
+                        [x[j, 0], x[j, 1], x[j + 1, 0], x[j + 1, 1]],
+                        [words[j, h], words[j + 1, h]],
+                        q_.mlir_dtype,
+                    )
             out.append(_from_elements([[x[:2], x[2:]] for x in c]))
         return out
 
@@ -365,7 +380,9 @@ def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:
         for j, pair in enumerate(_elements(x)):
             for h, values in enumerate(pair):
                 for e, value in enumerate(values):
-                    memref.store(value, ref, [_index(arith.addi(column, _i32(8 * j + e))), _index(arith.addi(row, _i32(8 * h)))])
+                    memref.store(
+                        value, ref, [_index(arith.addi(column, _i32(8 * j + e))), _index(arith.addi(row, _i32(8 * h)))]
+                    )
 
     piece(ref, x)
 
@@ -379,7 +396,9 @@ def load_transposed(ref: Any, *, interpret: bool) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_array(columns))
     def piece(_, ref):
         row, column = _place()
-        at = lambda j, h, e: memref.load(ref, [_index(arith.addi(column, _i32(8 * j + e))), _index(arith.addi(row, _i32(8 * h)))])
+        at = lambda j, h, e: memref.load(
+            ref, [_index(arith.addi(column, _i32(8 * j + e))), _index(arith.addi(row, _i32(8 * h)))]
+        )
         return _from_elements([[[at(j, h, e) for e in (0, 1)] for h in (0, 1)] for j in range(columns // 8)])
 
     return piece(ref)

@@ -48,7 +48,9 @@ def inverse_transposed(L: list[jax.Array], exchange: Any, *, interpret: bool) ->
             total = _zeros()
             for m in range(e):
                 total = _product(total, column[m], _fetch(exchange, e, e - m))
-            done = _product(_zeros(), _halves([[[arith.negf(v) for v in h] for h in row] for row in total]), _fetch(exchange, e, 0))
+            done = _product(
+                _zeros(), _halves([[[arith.negf(v) for v in h] for h in row] for row in total]), _fetch(exchange, e, 0)
+            )
             column.append(_halves(done))
             results.append(done)
         return [fr._from_elements(r) for r in results]
@@ -82,7 +84,9 @@ def _substitute(l: Elements) -> Elements:
     quad = arith.andi(lane, fr._i32(28))
     on_diagonal = [
         arith.select(
-            arith.cmpi(arith.CmpIPredicate.eq, row, arith.addi(arith.addi(pair, pair), fr._i32(e))), fr._f32(1.0), fr._f32(0.0)
+            arith.cmpi(arith.CmpIPredicate.eq, row, arith.addi(arith.addi(pair, pair), fr._i32(e))),
+            fr._f32(1.0),
+            fr._f32(0.0),
         )
         for e in (0, 1)
     ]
@@ -124,7 +128,9 @@ def _whole(halves: list[np.ndarray], j: int, h: int) -> list[Register]:
 
 def _transpose(word: Register) -> Register:
     """The warp's 8 x 8 tile, transposed."""
-    return llvm.inline_asm(fr._i32_type(), [word], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", has_side_effects=True)
+    return llvm.inline_asm(
+        fr._i32_type(), [word], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", has_side_effects=True
+    )
 
 
 def _slot(warp: Register, distance: int, part: int) -> Register:
@@ -143,8 +149,12 @@ def _fetch(exchange: Register, e: int, distance: int) -> tuple[np.ndarray, np.nd
     warp = arith.andi(arith.addi(fr._warp(), fr._i32(e)), fr._i32(3))
     parts = []
     for part in (0, 1):
-        value = vector.load(ir.VectorType.get((4,), fr._i32_type()), exchange, [_slot(warp, distance, part), fr._index(0)])
-        at = lambda i, value=value: vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        value = vector.load(
+            ir.VectorType.get((4,), fr._i32_type()), exchange, [_slot(warp, distance, part), fr._index(0)]
+        )
+        at = lambda i, value=value: vector.extract(
+            value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
+        )
         parts.append(np.array([at(i) for i in range(4)], object).reshape(2, 2))
     return parts[0], parts[1]
 

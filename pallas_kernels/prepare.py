@@ -26,7 +26,6 @@ from pallas_kernels.within import Dense, Exact, iota, times, zeros
 
 CHUNK = fr.ROWS
 GROUP = 32  # channels a pass over the scores: what the registers hold
-RESIDENT = 264  # blocks at a time on an H200: two on each of 132 multiprocessors
 LOG2E = 1.4426950408889634
 f32, i32 = jnp.float32, jnp.int32
 # rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed over the whole chunk
@@ -53,47 +52,35 @@ def _choose(index: jax.Array, options: dict[int, jax.Array]) -> jax.Array:
 
 
 class Tiles(NamedTuple):
-    """A chunk in shared memory, and where its decayed copies go in global memory."""
+    """A chunk in shared memory."""
 
-    q: Any  # [K / GROUP, 64, GROUP], becomes qU
+    q: Any  # [64, K], becomes qU
     k: Any  # becomes kD
     g: Any
-    kU: Any  # [64, K]
+    kU: Any
     ends: Any  # [TABLE, K] float32
     operand: Any  # [2, 64, GROUP]
-    loaded: Any  # a barrier a group of channels
-    leaving: Any  # (q or k, its part [64, K] of global memory)
 
 
 def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, ...]:
     """Products of queries and of keys with keys: within a block (two arrays [64, 16]), and for distances 1 to 3 between blocks.
 
-    On the way q becomes qU and k becomes kD and both leave; k U and the chunk's last U are written.
+    On the way q becomes qU and k becomes kD; k U and the chunk's last U are written.
     """
     dtype, K = tiles.k.dtype, tiles.kU.shape[1]
     kw = dict(interpret=interpret)
-    channels = lambda m: pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
-
-    def leave(m: jax.Array) -> None:
-        for source, target in tiles.leaving:
-            plgpu.copy_smem_to_gmem(source.at[m], target.at[:, channels(m)])
 
     def group(m: jax.Array, totals: Any) -> Any:
         own, between = totals
-        cs = channels(m)
+        cs = pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
         operand, ends = tiles.operand.at[lax.rem(m, 2)], tiles.ends
-        plgpu.barrier_wait(tiles.loaded.at[m])
-        q, k = _load(tiles.q.at[m]), _load(tiles.k.at[m])
+        q, k = _load(tiles.q.at[:, cs]), _load(tiles.k.at[:, cs])
         # 1. in blocks
-        own, U, D = within.add(own, q, k, jnp.exp2(_load(tiles.g.at[m]) * LOG2E), interpret)
+        own, U, D = within.add(own, q, k, jnp.exp2(_load(tiles.g.at[:, cs]) * LOG2E), interpret)
         # 2. between blocks: keys decayed to the end of their block meet rows decayed from there
         fr.store_operand(operand, times(k, D), **kw)
         fr.store_ends(ends.at[pl.ds(BEFORE, 4), cs], U, **kw)
         plgpu.commit_smem()
-
-        @pl.when(m > 0)
-        def _() -> None:
-            leave(m - 1)
 
         end = lambda offset: fr.load_ends(ends.at[:, cs], BEFORE + offset, **kw)
         pairs = []
@@ -105,18 +92,18 @@ def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, .
         fr.store_ends(ends.at[pl.ds(WHOLE, 4), cs], U, **kw)
         q, k = q.astype(f32), k.astype(f32)
         tiles.kU.at[:, cs][...] = (k * U).astype(dtype)
-        tiles.q.at[m][...] = (q * U).astype(dtype)
-        tiles.k.at[m][...] = (k * D).astype(dtype)
+        tiles.q.at[:, cs][...] = (q * U).astype(dtype)
+        tiles.k.at[:, cs][...] = (k * D).astype(dtype)
         return own, tuple(pairs)
 
     start = within.start(), ((zeros(fr.BLOCK),) * 2,) * 3
     own, between = lax.fori_loop(0, K // GROUP, group, start)
-    plgpu.commit_smem()
-    leave(jnp.int32(K // GROUP - 1))
     return within.finish(own, interpret), between
 
 
-def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, bounded: bool, interpret: Any = None) -> Any:
+def make_prepare(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, bounded: bool, interpret: Any = None
+) -> Any:
     """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32)
     -> qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
 
@@ -126,33 +113,32 @@ def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any,
     chunks = pl.cdiv(T, CHUNK)
     emulated = interpret is not None
 
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *scratch: Any) -> None:
+    def kernel(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *scratch: Any
+    ) -> None:
         qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded = scratch
         gs, (vs, exchange) = gs_vs
         n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
         rows = pl.ds(n * CHUNK, CHUNK)
         head = b * HV + h
 
-        def inputs(n: jax.Array, h: jax.Array, b: jax.Array) -> tuple[Any, Any, Any]:
-            rows = pl.ds(n * CHUNK, CHUNK)
-            key_head = lax.div(h, HV // H)
-            return g.at[b, rows, h], q.at[b, rows, key_head], k.at[b, rows, key_head]
-
-        for m in range(K // GROUP):  # the first channels are at work while the others arrive
-            for source, target in zip(inputs(n, h, b), (gs, qs, ks), strict=True):
-                plgpu.copy_gmem_to_smem(source.at[:, pl.ds(m * GROUP, GROUP)], target.at[m], loaded.at[m])
-        tokens = jnp.minimum(iota(0, fr.BLOCK) + n * CHUNK, T - 1)  # behind the end keys are zero, and beta only has to be finite
+        key_head = lax.div(h, HV // H)
+        for source, target in ((g.at[b, rows, h], gs), (q.at[b, rows, key_head], qs), (k.at[b, rows, key_head], ks)):
+            plgpu.copy_gmem_to_smem(source, target, loaded)
+        tokens = jnp.minimum(
+            iota(0, fr.BLOCK) + n * CHUNK, T - 1
+        )  # behind the end keys are zero, and beta only has to be finite
         beta_rows = fr.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
         for start in (0, AFTER):
             fr.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
         plgpu.commit_smem()
-        # into the second level cache: what the block that follows on this multiprocessor will load
-        following = jnp.minimum(b + B * (h + HV * n) + RESIDENT, B * HV * chunks - 1)
-        for source in inputs(lax.div(following, B * HV), lax.rem(lax.div(following, B), HV), lax.rem(following, B)):
-            plgpu.async_prefetch(source)
+        plgpu.barrier_wait(loaded)
 
-        tiles = Tiles(qs, ks, gs, kUs, ends, operand, loaded, leaving=((qs, qU.at[head, rows]), (ks, kD.at[head, rows])))
+        tiles = Tiles(qs, ks, gs, kUs, ends, operand)
         (q_own, k_own), between = scores(tiles, Dense() if bounded else Exact(), emulated)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
+        plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
         # 4. v takes the place of g
         plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
         plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
@@ -194,13 +180,12 @@ def make_prepare(q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any,
         grid=(chunks, HV, B),
         grid_names=("n", "h", "b"),
         scratch_types=[
-            *[tile((K // GROUP, CHUNK, GROUP), dtype)] * 2,
-            tile((CHUNK, K), dtype),
-            plgpu.RefUnion(tile((K // GROUP, CHUNK, GROUP), f32), [tile((CHUNK, V), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
+            *[tile((CHUNK, K), dtype)] * 3,
+            plgpu.RefUnion(tile((CHUNK, K), f32), [tile((CHUNK, V), dtype), plgpu.SMEM(EXCHANGE_SHAPE, i32)]),
             *[tile((CHUNK, CHUNK), dtype)] * 2,
             plgpu.SMEM((TABLE, K), f32),
             plgpu.SMEM((2, CHUNK, GROUP), dtype),
-            plgpu.Barrier(num_arrivals=3, num_barriers=K // GROUP),
+            plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(

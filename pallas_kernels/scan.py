@@ -30,7 +30,17 @@ def _tile(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def make_scan(
-    B: int, T: int, HV: int, K: int, V: int, dtype: Any, *, scale: float, config: Config, has_state: bool, interpret: Any = None
+    B: int,
+    T: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: Any,
+    *,
+    scale: float,
+    config: Config,
+    has_state: bool,
+    interpret: Any = None,
 ) -> Any:
     """The kernel (qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, state
     [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [B, HV, K, V] float32.
@@ -42,7 +52,11 @@ def make_scan(
     emulated = interpret is not None
 
     def kernel(*refs: Any) -> None:
-        inputs, (o, final_state), scratch = refs[: 6 + has_state], refs[6 + has_state : 8 + has_state], refs[8 + has_state :]
+        inputs, (o, final_state), scratch = (
+            refs[: 6 + has_state],
+            refs[6 + has_state : 8 + has_state],
+            refs[8 + has_state :],
+        )
         (qU, kD, w, u, A, total), initial_state = inputs[:6], inputs[6:]
         qs, ks, ws, As, us, totals, os, full, free, *bounce = scratch
         wg = lax.axis_index("wg")
@@ -56,7 +70,9 @@ def make_scan(
             if not emulated:
                 plgpu.wgmma(total, a, b)
                 return
-            buffer = next(x for x in bounce if x.shape[2] == a.shape[1]).at[wg]  # the interpreter knows no register operand
+            buffer = next(x for x in bounce if x.shape[2] == a.shape[1]).at[
+                wg
+            ]  # the interpreter knows no register operand
             buffer[...] = a
             plgpu.commit_smem()
             plgpu.wgmma(total, buffer, b)
@@ -123,7 +139,11 @@ def make_scan(
             if warpgroups > 1:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             zeros = lambda columns, dtype: plgpu.layout_cast(jnp.zeros((ROWS, columns), dtype), fr.LAYOUT)
-            S = fr.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated) if has_state else zeros(K, f32)
+            S = (
+                fr.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated)
+                if has_state
+                else zeros(K, f32)
+            )
             S, out, _ = lax.fori_loop(0, chunks, step, (S, zeros(CHUNK, dtype), jnp.int32(0)))
             store(out, jnp.int32(chunks - 1))
             fr.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)

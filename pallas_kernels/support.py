@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 KEY_CHANNELS = (64, 128)
-VALUE_MULTIPLE = 64
+VALUE_CHANNELS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
 
@@ -31,8 +31,8 @@ def unsupported_reason(
         return f"g must have at most 32 bits, got {g.dtype}"
     if q.shape[-1] not in KEY_CHANNELS:
         return f"the number of key channels must be one of {KEY_CHANNELS}, got {q.shape[-1]}"
-    if v.shape[-1] % VALUE_MULTIPLE:
-        return f"the number of value channels must be a multiple of {VALUE_MULTIPLE}, got {v.shape[-1]}"
+    if v.shape[-1] not in VALUE_CHANNELS:
+        return f"the number of value channels must be one of {VALUE_CHANNELS}, got {v.shape[-1]}"
     if 0 in v.shape:
         return f"v must not be empty, got shape {v.shape}"
     return None if platform == "hopper" else _unsupported_device()

@@ -62,8 +62,12 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
     return _kda(static, *inputs), inputs
 
 
-def _kda_backward(static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    def chunk_form(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _kda_backward(
+    static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, ...]:
+    def chunk_form(
+        q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         zero = jnp.zeros((v.shape[0], *v.shape[2:3], q.shape[3], v.shape[3]), jnp.float32)
         initial = state[0] if state else zero
         o, final_state, _ = kda_chunk(q, k, v, g, beta, scale=static.scale, initial_state=initial, g_min=static.g_min)
@@ -104,7 +108,9 @@ def _mapped(static: _Static) -> Any:
 def _partitioned(static: _Static, value_heads_a_head: int, has_state: bool) -> Any:
     """The forward pass with a partitioning rule: every device runs the kernels on its own batch rows and heads."""
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         config = static.config or default_config(v.shape[0] * v.shape[2], v.shape[3])
         initial = state[0] if state else None
         return forward(

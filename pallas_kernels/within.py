@@ -42,7 +42,9 @@ class Exact:
     def start(self) -> Totals:
         return (zeros(16),) * 3, zeros(8), zeros(16)
 
-    def add(self, totals: Totals, q: jax.Array, k: jax.Array, e: jax.Array, interpret: bool) -> tuple[Totals, jax.Array, jax.Array]:
+    def add(
+        self, totals: Totals, q: jax.Array, k: jax.Array, e: jax.Array, interpret: bool
+    ) -> tuple[Totals, jax.Array, jax.Array]:
         levels, crossed, diagonal = totals
         kw = {"interpret": interpret}
         row = iota(0, q.shape[1])
@@ -75,7 +77,9 @@ class Dense:
     def start(self) -> Totals:
         return zeros(16), zeros(8)
 
-    def add(self, totals: Totals, q: jax.Array, k: jax.Array, e: jax.Array, interpret: bool) -> tuple[Totals, jax.Array, jax.Array]:
+    def add(
+        self, totals: Totals, q: jax.Array, k: jax.Array, e: jax.Array, interpret: bool
+    ) -> tuple[Totals, jax.Array, jax.Array]:
         stacked, crossed = totals
         kw = {"interpret": interpret}
         row = iota(0, q.shape[1])

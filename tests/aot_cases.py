@@ -14,7 +14,12 @@ Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
 
 def cases() -> Iterator[Case]:
     B, T, H, f32 = 1, 8192, 32, jnp.float32
-    for dtype, K, V in ((jnp.bfloat16, 128, 128), (jnp.bfloat16, 64, 64), (jnp.float16, 128, 128)):
+    for dtype, K, V in (
+        (jnp.bfloat16, 128, 128),
+        (jnp.bfloat16, 64, 64),
+        (jnp.bfloat16, 128, 256),
+        (jnp.float16, 128, 128),
+    ):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]

@@ -26,7 +26,9 @@ DECAYS = {
 @functools.cache
 def kernels(config, g_min=None):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.jit(lambda *x: forward(*x, scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret))
+    return jax.jit(
+        lambda *x: forward(*x, scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret)
+    )
 
 
 def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
@@ -75,24 +77,26 @@ def test_later_tokens_change_nothing(rng):
 def test_lowers_for_hopper(name, function, shapes):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        lowered = jax.jit(function).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes)).lower(lowering_platforms=("cuda",))
+        lowered = (
+            jax.jit(function).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes)).lower(lowering_platforms=("cuda",))
+        )
     assert "mosaic_gpu" in lowered.as_text()
 
 
-def specs(K=128, V=128, dtype=jnp.bfloat16, g=jnp.float32):
-    qk = jax.ShapeDtypeStruct((1, 64, 2, K), dtype)
-    return qk, qk, jax.ShapeDtypeStruct((1, 64, 4, V), dtype), jax.ShapeDtypeStruct((1, 64, 4, K), g)
+def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
+    qk = jax.ShapeDtypeStruct((1, T, 2, K), dtype)
+    return qk, qk, jax.ShapeDtypeStruct((1, T, 4, V), dtype), jax.ShapeDtypeStruct((1, T, 4, K), g)
 
 
 @pytest.mark.parametrize(
     "arrays, packed, part",
     [
         (specs(K=96), False, "key channels must be one of (64, 128), got 96"),
-        (specs(V=80), False, "value channels must be a multiple of 64, got 80"),
+        (specs(V=80), False, "value channels must be one of (64, 128, 192, 256), got 80"),
         (specs(dtype=jnp.float32), False, "share a dtype"),
         (specs(g=np.float64), False, "at most 32 bits"),
         (specs(), True, "packed sequences"),
-        (specs(V=0), False, "must not be empty"),
+        (specs(T=0), False, "must not be empty"),
     ],
 )
 def test_unsupported_inputs_have_a_reason(arrays, packed, part):

@@ -34,7 +34,13 @@ def stand_in(monkeypatch):
 def inputs(rng, batch=(B,)):
     normal = lambda *shape: rng.normal(size=(*batch, *shape))
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    arrays = unit(normal(T, H, K)), unit(normal(T, H, K)), normal(T, HV, V), -normal(T, HV, K) ** 2, rng.random((*batch, T, HV))
+    arrays = (
+        unit(normal(T, H, K)),
+        unit(normal(T, H, K)),
+        normal(T, HV, V),
+        -(normal(T, HV, K) ** 2),
+        rng.random((*batch, T, HV)),
+    )
     return [jnp.asarray(x, jnp.float32) for x in (*arrays, normal(HV, K, V))]
 
 
@@ -50,7 +56,9 @@ def test_gradients_of_every_input(rng):
     (want_o, want_state), want = oracle(*arrays, scale=SCALE, do=do, dfinal_state=dstate)
     assert_close(o, want_o, 1e-5, "o")
     assert_close(state, want_state, 1e-5, "final_state")
-    for name, got, expected in zip(("q", "k", "v", "g", "beta", "initial_state"), pull((do, dstate)), want, strict=True):
+    for name, got, expected in zip(
+        ("q", "k", "v", "g", "beta", "initial_state"), pull((do, dstate)), want, strict=True
+    ):
         assert_close(got, expected, 1e-4, name)
 
 
