@@ -22,7 +22,7 @@ class Packing:
       valid: [B, T], the token belongs to a sequence; any other leaves the state alone and gives a zero output.
       reset: [B, T], the state before the token is zero: a later sequence of a row begins here.
       slot: [T], the sequence that owns the token's state, or None when a row has one state (`segment_ids`).
-      cu_seqlens: [N + 1], or None.
+      cu_seqlens: [N + 1], given with `slot`.
     """
 
     valid: TokenMask
@@ -74,9 +74,8 @@ class Alignment:
     slot: Int[Array, " A//C"]
 
 
-def align(packing: Packing, chunk_size: int) -> Alignment:
-    """The alignment of a `cu_seqlens` plan to chunks: at most T // C + N chunks, whatever the lengths."""
-    cu, slot = packing.cu_seqlens, packing.slot
+def align(cu: CuSeqlens, slot: Int[Array, " T"], chunk_size: int) -> Alignment:
+    """The alignment of packed sequences to chunks: at most T // C + N chunks, whatever the lengths."""
     num_tokens, num_sequences = slot.shape[0], cu.shape[0] - 1
     ends = jnp.cumsum(-(-jnp.diff(cu) // chunk_size))  # the chunk after each sequence's last
     starts = jnp.pad(ends, (1, 0))[:-1]

@@ -53,10 +53,10 @@ def kda_scan(
     """
 
     def token(states, inputs):
-        *token_inputs, reset, slot = inputs
+        q, k, v, g, beta, reset, slot = inputs
         state = states if slot is None else jax.lax.dynamic_index_in_dim(states, slot, keepdims=True)
         state = state if reset is None else jnp.where(reset[:, None, None, None], 0, state)
-        o, state = step(*token_inputs, state, scale)
+        o, state = step(q, k, v, g, beta, state, scale)
         return state if slot is None else jax.lax.dynamic_update_index_in_dim(states, state[0], slot, 0), o
 
     reset = None if packing is None or packing.reset is None else packing.reset.T
