@@ -212,7 +212,7 @@ COMMANDS = {
     "unwritable": (["--workdir=/dev/null/x"], "--workdir=/dev/null/x: .*; give a folder that can be written"),
     "no such variant": (["--config=experiments/configs/mqar.py:tny"], "tny: give one of published, tiny"),
     "no such file": (["--config=experiments/configs/mqr.py"], "No such file .*mqr.py"),
-    "impossible value": (["--config.task.length=9"], "task.length is 9: give at least 46"),
+    "impossible value": (["--config.task.length=9"], "task.length is 9: give at least 31"),
 }
 
 

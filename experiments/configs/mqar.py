@@ -19,7 +19,7 @@ def published() -> ConfigDict:
 
 
 def tiny() -> ConfigDict:
-    return base.tiny(name="recall", length=48, rows=32, eval_rows=256, distinct=15, writes=1, keys=24, values=24)
+    return base.tiny(name="recall", length=40, rows=32, eval_rows=256, distinct=10, writes=1, keys=16, values=16)
 
 
 def get_config(variant: str = "published") -> ConfigDict:

@@ -18,7 +18,7 @@ def published() -> ConfigDict:
 
 
 def tiny() -> ConfigDict:
-    return base.tiny(name="recall", length=51, rows=32, eval_rows=256, distinct=10, writes=2, keys=24, values=24)
+    return base.tiny(name="recall", length=41, rows=32, eval_rows=256, distinct=8, writes=2, keys=16, values=16)
 
 
 def get_config(variant: str = "published") -> ConfigDict:

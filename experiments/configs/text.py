@@ -19,6 +19,7 @@ def tiny() -> ConfigDict:
     config = base.tiny(name="text", length=128, rows=8, eval_length=512)
     config.model.width = 64
     config.model.head_dim = 32
+    config.train.learning_rates = (6e-3,)
     return config
 
 
