@@ -1,4 +1,4 @@
-"""The comparison family against float64 recurrences: any decay, with or without the delta rule, low-rank transitions."""
+"""The comparison family against float64 recurrences: any decay, with or without delta rule, low-rank transitions."""
 
 import functools
 
