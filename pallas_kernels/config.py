@@ -8,7 +8,9 @@ VALUES = 64  # values a warpgroup of the scan
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """warpgroups: of the scan's blocks, each with 64 values. stages: chunks a block of the scan holds in shared memory."""
+    """warpgroups: of the scan's blocks, each with 64 values. stages: chunks a block of the scan holds in shared
+    memory.
+    """
 
     warpgroups: int = 1
     stages: int = 3

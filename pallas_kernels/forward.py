@@ -25,7 +25,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(o [B, T, HV, V] in v's dtype, final state [B, HV, K, V] float32) for activated inputs; shapes as in `kda`.
 
-    The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >= g_min >= -5.
+    The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >=
+    g_min >= -5.
     """
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
@@ -34,6 +35,6 @@ def forward(
     prepared = prepare(q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32))
     has_state = initial_state is not None
     scan = make_scan(B, T, HV, K, V, v.dtype, scale=scale, config=config, has_state=has_state, interpret=interpret)
-    state = (initial_state.astype(jnp.float32),) if has_state else ()
+    state = () if initial_state is None else (initial_state.astype(jnp.float32),)
     o, final_state = scan(*prepared, *state)
     return o, final_state

@@ -1,12 +1,15 @@
-"""The unit lower triangular inverse X = (I + L)^-1 of a chunk, L [64, 64] strictly lower, in registers and in float32 quality.
+"""The unit lower triangular inverse X = (I + L)^-1 of a chunk, L [64, 64] strictly lower, in registers and in float32
+quality.
 
-L arrives as four arrays [64, 16]: L[d] holds for block w (a warp's 16 rows) its block of columns w - d; so d = 0 is the diagonal. With
-X_ww of the diagonal blocks by forward substitution, the others follow block column by block column,
+L arrives as four arrays [64, 16]: L[d] holds for block w (a warp's 16 rows) its block of columns w - d; so d = 0 is
+the diagonal. With X_ww of the diagonal blocks by forward substitution, the others follow block column by block
+column,
 
     X_bc = -X_bb sum_{c <= m < b} L_bm X_mc          b > c,
 
-and warp c computes column c. It does so transposed, X_bc^T = -(sum_m X_mc^T L_bm^T) X_bb^T: then a result's registers are the left operand
-of the next product as they stand, and L_bm and X_bb the right ones. Every product is three of bf16 halves, (hi + lo)(hi + lo) without lo lo.
+and warp c computes column c. It does so transposed, X_bc^T = -(sum_m X_mc^T L_bm^T) X_bb^T: then a result's registers
+are the left operand of the next product as they stand, and L_bm and X_bb the right ones. Every product is three of
+bf16 halves, (hi + lo)(hi + lo) without lo lo.
 """
 
 from typing import Any
@@ -20,29 +23,30 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from pallas_kernels import fragments as fr
-from pallas_kernels.fragments import BLOCK, LAYOUT, ROWS, Register
+from pallas_kernels import registers as rg
+from pallas_kernels.registers import BLOCK, LAYOUT, ROWS, Register
 
 EXCHANGE_SHAPE = (4 * 4 * 2 * 32, 4)  # [warp, distance, hi or lo, lane], a lane's four words of a block
 Elements = list[list[list[Register]]]
 
 
 def inverse_transposed(L: list[jax.Array], exchange: Any, *, interpret: bool) -> list[jax.Array]:
-    """X^T as four arrays [64, 16]: array e holds for block c the columns of block c + e (beyond the last block: anything finite).
+    """X^T as four arrays [64, 16]: array e holds for block c the columns of block c + e (beyond the last block:
+    anything finite).
 
     L: the four arrays of the module's docstring, float32. exchange: int32 shared memory of EXCHANGE_SHAPE.
     """
     if interpret:
         return _twin(L)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4 + (plgpu.RefType(),), return_type=[fr._array(BLOCK)] * 4)
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4 + (plgpu.RefType(),), return_type=[rg.array(BLOCK)] * 4)
     def piece(_, l0, l1, l2, l3, exchange):
-        x = _substitute(fr._elements(l0))
-        for d, block in enumerate((x, *(fr._elements(l) for l in (l1, l2, l3)))):
+        x = _substitute(rg.elements(l0))
+        for d, block in enumerate((x, *(rg.elements(l) for l in (l1, l2, l3)))):
             _publish(exchange, d, _halves(block))
         own = [np.array([[_transpose(w) for w in row] for row in half.T], object) for half in _halves(x)]
         utils.warpgroup_barrier()
-        column = [own]  # X_mc^T of the blocks m = c, c + 1, ..., halves of words
+        column: list[Any] = [own]  # X_mc^T of the blocks m = c, c + 1, ..., halves of words
         results = [[[_whole(own, j, h) for h in (0, 1)] for j in (0, 1)]]
         for e in (1, 2, 3):
             total = _zeros()
@@ -53,7 +57,7 @@ def inverse_transposed(L: list[jax.Array], exchange: Any, *, interpret: bool) ->
             )
             column.append(_halves(done))
             results.append(done)
-        return [fr._from_elements(r) for r in results]
+        return [rg.from_elements(r) for r in results]
 
     return piece(*L, exchange)
 
@@ -66,40 +70,44 @@ def _twin(L: list[jax.Array]) -> list[jax.Array]:
     X = jnp.eye(ROWS, dtype=jnp.float32)
     for j in range(ROWS - 1):
         X = X - dense[:, j : j + 1] * X[j : j + 1]
-    at = lambda c, b: X.T[c * BLOCK : (c + 1) * BLOCK, b * BLOCK : (b + 1) * BLOCK] if b < 4 else zero
+
+    def at(c, b):
+        return X.T[c * BLOCK : (c + 1) * BLOCK, b * BLOCK : (b + 1) * BLOCK] if b < 4 else zero
+
     return [jnp.concatenate([at(c, c + e) for c in range(4)], 0) for e in range(4)]
 
 
-# Inside the inline piece: elements are [column // 8][half][column % 2] float32 values, words [column // 8][half] pairs of bf16.
+# Inside the inline piece: elements are [column // 8][half][column % 2] float32 values, words [column // 8][half]
+# pairs of bf16.
 
 
 def _zeros() -> Elements:
-    return [[[fr._f32(0.0)] * 2 for _ in (0, 1)] for _ in (0, 1)]
+    return [[[rg.f32(0.0)] * 2 for _ in (0, 1)] for _ in (0, 1)]
 
 
 def _substitute(l: Elements) -> Elements:
     """(I + L)^-1 of the warp's own 16 x 16 block: X_i -= L_ij X_j, for j in order and all i > j."""
-    lane = fr._lane()
-    pair, row = arith.andi(lane, fr._i32(3)), arith.shrui(lane, fr._i32(2))
-    quad = arith.andi(lane, fr._i32(28))
+    lane = rg.lane()
+    pair, row = arith.andi(lane, rg.i32(3)), arith.shrui(lane, rg.i32(2))
+    quad = arith.andi(lane, rg.i32(28))
     on_diagonal = [
         arith.select(
-            arith.cmpi(arith.CmpIPredicate.eq, row, arith.addi(arith.addi(pair, pair), fr._i32(e))),
-            fr._f32(1.0),
-            fr._f32(0.0),
+            arith.cmpi(arith.CmpIPredicate.eq, row, arith.addi(arith.addi(pair, pair), rg.i32(e))),
+            rg.f32(1.0),
+            rg.f32(0.0),
         )
         for e in (0, 1)
     ]
-    x = [[list(on_diagonal) if j == h else [fr._f32(0.0)] * 2 for h in (0, 1)] for j in (0, 1)]
+    x = [[list(on_diagonal) if j == h else [rg.f32(0.0)] * 2 for h in (0, 1)] for j in (0, 1)]
     for j in range(BLOCK - 1):
         half, r = divmod(j, 8)
-        source = arith.ori(fr._i32(4 * r), pair)
-        above = [[fr._shuffle(x[c][half][e], source) for e in (0, 1)] for c in range(half + 1)]
-        source = arith.ori(quad, fr._i32(r // 2))
+        source = arith.ori(rg.i32(4 * r), pair)
+        above = [[rg.shuffle(x[c][half][e], source) for e in (0, 1)] for c in range(half + 1)]
+        source = arith.ori(quad, rg.i32(r // 2))
         for h in range(half, 2):
             if (h, j) == (0, 7):
                 continue  # no row of the upper half lies below row 7
-            factor = arith.negf(fr._shuffle(l[half][h][r % 2], source))
+            factor = arith.negf(rg.shuffle(l[half][h][r % 2], source))
             for c in range(half + 1):
                 x[c][h] = [mlir_math.fma(factor, a, v) for a, v in zip(above[c], x[c][h], strict=True)]
     return x
@@ -108,7 +116,10 @@ def _substitute(l: Elements) -> Elements:
 def _halves(x: Elements) -> tuple[np.ndarray, np.ndarray]:
     """(hi, lo): x = hi + lo to 16 bits, words of two bf16."""
     pack = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    word = lambda v: llvm.inline_asm(fr._i32_type(), v, pack, "=r,f,f", has_side_effects=False)
+
+    def word(v):
+        return llvm.inline_asm(rg.i32_type(), v, pack, "=r,f,f", has_side_effects=False)
+
     hi, lo = np.empty((2, 2), object), np.empty((2, 2), object)
     for j in (0, 1):
         for h in (0, 1):
@@ -118,7 +129,7 @@ def _halves(x: Elements) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unpack(word: Register) -> list[Register]:
-    low, high = arith.shli(word, fr._i32(16)), arith.andi(word, fr._i32(-65536))
+    low, high = arith.shli(word, rg.i32(16)), arith.andi(word, rg.i32(-65536))
     return [arith.bitcast(ir.F32Type.get(), v) for v in (low, high)]
 
 
@@ -129,32 +140,33 @@ def _whole(halves: list[np.ndarray], j: int, h: int) -> list[Register]:
 def _transpose(word: Register) -> Register:
     """The warp's 8 x 8 tile, transposed."""
     return llvm.inline_asm(
-        fr._i32_type(), [word], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", has_side_effects=True
+        rg.i32_type(), [word], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", has_side_effects=True
     )
 
 
 def _slot(warp: Register, distance: int, part: int) -> Register:
-    base = arith.addi(arith.shli(warp, fr._i32(8)), fr._lane())
-    return fr._index(arith.addi(base, fr._i32(32 * (2 * distance + part))))
+    base = arith.addi(arith.shli(warp, rg.i32(8)), rg.lane())
+    return rg.index(arith.addi(base, rg.i32(32 * (2 * distance + part))))
 
 
 def _publish(exchange: Register, distance: int, halves: tuple[np.ndarray, np.ndarray]) -> None:
     for part, words in enumerate(halves):
-        value = vector.from_elements(ir.VectorType.get((4,), fr._i32_type()), list(words.flatten()))
-        vector.store(value, exchange, [_slot(fr._warp(), distance, part), fr._index(0)])
+        value = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), list(words.flatten()))
+        vector.store(value, exchange, [_slot(rg.warp(), distance, part), rg.index(0)])
 
 
 def _fetch(exchange: Register, e: int, distance: int) -> tuple[np.ndarray, np.ndarray]:
     """What block c + e (of the four, cyclically) published under `distance`."""
-    warp = arith.andi(arith.addi(fr._warp(), fr._i32(e)), fr._i32(3))
+    warp = arith.andi(arith.addi(rg.warp(), rg.i32(e)), rg.i32(3))
     parts = []
     for part in (0, 1):
         value = vector.load(
-            ir.VectorType.get((4,), fr._i32_type()), exchange, [_slot(warp, distance, part), fr._index(0)]
+            ir.VectorType.get((4,), rg.i32_type()), exchange, [_slot(warp, distance, part), rg.index(0)]
         )
-        at = lambda i, value=value: vector.extract(
-            value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])
-        )
+
+        def at(i, value=value):
+            return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
         parts.append(np.array([at(i) for i in range(4)], object).reshape(2, 2))
     return parts[0], parts[1]
 
@@ -164,5 +176,5 @@ def _product(total: Elements, a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndar
     c = [row[0] + row[1] for row in total]
     for i, j in ((1, 0), (0, 1), (0, 0)):
         left = [a[i][0, 0], a[i][0, 1], a[i][1, 0], a[i][1, 1]]
-        c = [fr._mma(c[n], left, [b[j][0, n], b[j][1, n]], ir.BF16Type.get()) for n in (0, 1)]
+        c = [rg.mma(c[n], left, [b[j][0, n], b[j][1, n]], ir.BF16Type.get()) for n in (0, 1)]
     return [[v[:2], v[2:]] for v in c]

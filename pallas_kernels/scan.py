@@ -2,10 +2,11 @@
 
     v_new = u - w S        o = scale (qU S + A v_new)        S' = Diag(total) S + kD^T v_new
 
-(Kimi Linear, arXiv 2510.26692, section 3; the inputs are those of `prepare`.) The state is kept transposed, S^T [64 values, K], in the
-registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register operands, and the chain from
-chunk to chunk never passes through memory. Warpgroups of one block share all inputs but u;
-one more warpgroup loads them ahead.
+(Kimi Linear, arXiv 2510.26692, section 3; the inputs are those of `prepare`.) The state is kept transposed, S^T [64
+values, K], in the
+registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register
+operands, and the chain from chunk to chunk never passes through memory. Warpgroups of one block share all inputs but
+u; one more warpgroup loads them ahead.
 """
 
 from typing import Any
@@ -16,17 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import fragments as fr
+from pallas_kernels import memory
+from pallas_kernels import registers as rg
 from pallas_kernels.config import Config
+from pallas_kernels.memory import tile
 from pallas_kernels.prepare import CHUNK
 
-ROWS = fr.ROWS  # values a warpgroup
+ROWS = rg.ROWS  # values a warpgroup
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
-
-
-def _tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def make_scan(
@@ -87,7 +86,7 @@ def make_scan(
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             S, previous, s = carry
             plgpu.barrier_wait(full.at[s])
-            decay = plgpu.load(totals.at[s], layout=fr.LAYOUT.reduce(0), optimized=False)
+            decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
             # both before the first product: ptxas waits for all products before it touches what one of them has written
             state, decayed = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
@@ -96,7 +95,7 @@ def make_scan(
                 multiply(outputs, state, qs.at[s].T)
                 # the chunk before leaves; before the first, out of bounds: a branch would cost the overlap
                 store(previous, jnp.where(n == 0, chunks, n - 1))
-                values = plgpu.load(us.at[s, wg].T, layout=fr.LAYOUT).astype(f32)
+                values = plgpu.load(us.at[s, wg].T, layout=rg.LAYOUT).astype(f32)
                 values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=1)).astype(dtype)
                 # the next state first: the next chunk waits for it
                 if not emulated:  # the interpreter cannot start from a value
@@ -106,7 +105,9 @@ def make_scan(
                 S_next = plgpu.wgmma_accumulator_load(update, wait_n=1)
                 return decayed + S_next if emulated else S_next, (outputs[...] * scale).astype(dtype)
 
-            accumulator = lambda columns: plgpu.ACC((ROWS, columns), f32)
+            def accumulator(columns):
+                return plgpu.ACC((ROWS, columns), f32)
+
             S, out = pl.run_scoped(products, *(accumulator(columns) for columns in (CHUNK, CHUNK, K)))
             plgpu.barrier_arrive(free.at[s])
             return S, out, jnp.where(s == stages - 1, 0, s + 1)
@@ -138,25 +139,28 @@ def make_scan(
         def consume() -> None:
             if warpgroups > 1:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            zeros = lambda columns, dtype: plgpu.layout_cast(jnp.zeros((ROWS, columns), dtype), fr.LAYOUT)
+
+            def zeros(columns, dtype):
+                return plgpu.layout_cast(jnp.zeros((ROWS, columns), dtype), rg.LAYOUT)
+
             S = (
-                fr.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated)
+                memory.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated)
                 if has_state
                 else zeros(K, f32)
             )
             S, out, _ = lax.fori_loop(0, chunks, step, (S, zeros(CHUNK, dtype), jnp.int32(0)))
             store(out, jnp.int32(chunks - 1))
-            fr.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)
+            memory.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = [_tile((stages, CHUNK, K), dtype)] * 3
-    scratch += [_tile((stages, CHUNK, CHUNK), dtype), _tile((stages, warpgroups, CHUNK, ROWS), dtype)]
+    scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3
+    scratch += [tile((stages, CHUNK, CHUNK), dtype, 64), tile((stages, warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.SMEM((stages, K), f32)]
-    scratch += [_tile((warpgroups, CHUNK, ROWS), dtype)]
+    scratch += [tile((warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.Barrier(num_arrivals=5 + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
-        scratch += [_tile((warpgroups, ROWS, columns), dtype) for columns in {CHUNK, K}]
+        scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in {CHUNK, K}]
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((B, T, HV, V), dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],

@@ -20,8 +20,8 @@ def unsupported_reason(
 ) -> str | None:
     """Why `kda_mosaic` cannot run on these inputs (arrays, tracers or `jax.ShapeDtypeStruct`), or None.
 
-    packed: the call has segment_ids or cu_seqlens. platform: "hopper" skips the look at the default device, for a program that is lowered for
-    a machine that is not this one.
+    packed: the call has segment_ids or cu_seqlens. platform: "hopper" skips the look at the default device, for a
+    program that is lowered for a machine that is not this one.
     """
     if packed:
         return "packed sequences (segment_ids, cu_seqlens) are not supported"

@@ -1,4 +1,6 @@
-"""The kernels as one function of JAX: differentiable, mappable, partitioned over batch and heads. The only file that knows about these."""
+"""The kernels as one function of JAX: differentiable, mappable, partitioned over batch and heads. The only file that
+knows about these.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ def kda_mosaic(
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Values, State]:
-    """Kimi Delta Attention of activated inputs on Hopper (Kimi Linear, arXiv 2510.26692, section 3); the arguments are `kda_jax.kda`'s.
+    """Kimi Delta Attention of activated inputs on Hopper (Kimi Linear, arXiv 2510.26692, section 3); the arguments
+    are `kda_jax.kda`'s.
 
     The backward pass, for now, is that of the chunk form in XLA, computed again from the inputs.
 
@@ -119,7 +122,9 @@ def _partitioned(static: _Static, value_heads_a_head: int, has_state: bool) -> A
         )  # fmt: skip
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+        def shardings(tree):
+            return jax.tree.map(lambda x: x.sharding, tree)
+
         return mesh, local, shardings(results), shardings(arguments)
 
     @custom_partitioning

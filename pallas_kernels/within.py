@@ -1,13 +1,16 @@
-"""Scores and decays inside the blocks of 16 tokens, for a group of channels at a time: exact for any decay, or dense for a bounded one.
+"""Scores and decays inside the blocks of 16 tokens, for a group of channels at a time: exact for any decay, or dense
+for a bounded one.
 
-Both take q, k [64, GROUP] and e = exp(g), add to their totals, and return U, the decay from before the block to a row, and D, from a row
-to the block's end. `finish` turns the totals into the block's scores of queries (i >= j) and of keys (i > j), two arrays [64, 16].
+Both take q, k [64, GROUP] and e = exp(g), add to their totals, and return U, the decay from before the block to a
+row, and D, from a row to the block's end. `finish` turns the totals into the block's scores of queries (i >= j) and
+of keys (i > j), two arrays [64, 16].
 
-Exact: runs of s rows grow to runs of 2 s by products, U of the second half times the first half's last U, D of the first half times the
-second half's last U. A pair (i, j) is counted at the one level s = 1, 2, 4, 8 where i lies in the second and j in the first half of a run
-of 2 s, as (q_i U_i) (k_j D_j) with both factors at most 1.
+Exact: runs of s rows grow to runs of 2 s by products, U of the second half times the first half's last U, D of the
+first half times the second half's last U. A pair (i, j) is counted at the one level s = 1, 2, 4, 8 where i lies in
+the second and j in the first half of a run of 2 s, as (q_i U_i) (k_j D_j) with both factors at most 1.
 
-Dense: one product (q_i U_i) (k_j / U_j). With g >= -5 the exponents stay within 80 of 88 nats, in float32 and bfloat16 alike.
+Dense: one product (q_i U_i) (k_j / U_j). With g >= -5 the exponents stay within 80 of 88 nats, in float32 and
+bfloat16 alike.
 """
 
 from typing import Any
@@ -17,16 +20,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fragments as fr
+from pallas_kernels import registers as rg
 
 Totals = Any
 
 
 def iota(dimension: int, columns: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (fr.ROWS, columns), dimension, layout=fr.LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, (rg.ROWS, columns), dimension, layout=rg.LAYOUT)
 
 
 def zeros(columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((fr.ROWS, columns), jnp.float32), fr.LAYOUT)
+    return plgpu.layout_cast(jnp.zeros((rg.ROWS, columns), jnp.float32), rg.LAYOUT)
 
 
 def times(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -81,7 +85,7 @@ class Dense:
         self, totals: Totals, q: jax.Array, k: jax.Array, e: jax.Array, interpret: bool
     ) -> tuple[Totals, jax.Array, jax.Array]:
         stacked, crossed = totals
-        kw = {"interpret": interpret}
+        kw: dict[str, Any] = {"interpret": interpret}
         row = iota(0, q.shape[1])
         U = e
         for s in (1, 2, 4):

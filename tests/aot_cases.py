@@ -1,4 +1,6 @@
-"""Every kernel at the shapes that matter, for a compiler's report without a GPU: cases() -> (name, function, [(shape, dtype), ...])."""
+"""Every kernel at the shapes that matter, for a compiler's report without a GPU: cases() -> (name, function, [(shape,
+dtype), ...]).
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -32,7 +32,9 @@ def kernels(config, g_min=None):
 
 
 def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    def unit(x):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
     q, k, v = unit(rng.normal(size=(1, T, H, K))), unit(rng.normal(size=(1, T, H, K))), rng.normal(size=(1, T, HV, V))
     g, beta, state = DECAYS[decay](rng, (1, T, HV, K)), rng.random((1, T, HV)), rng.normal(size=(1, HV, K, V)) / 3
     return [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (g, beta, state)]
@@ -73,7 +75,7 @@ def test_later_tokens_change_nothing(rng):
     assert not jnp.array_equal(before[:, 66:], after[:, 66:])
 
 
-@pytest.mark.parametrize("name, function, shapes", [pytest.param(*case, id=case[0]) for case in cases()])
+@pytest.mark.parametrize(("name", "function", "shapes"), [pytest.param(*case, id=case[0]) for case in cases()])
 def test_lowers_for_hopper(name, function, shapes):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -89,7 +91,7 @@ def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    "arrays, packed, part",
+    ("arrays", "packed", "part"),
     [
         (specs(K=96), False, "key channels must be one of (64, 128), got 96"),
         (specs(V=80), False, "value channels must be one of (64, 128, 192, 256), got 80"),

@@ -1,4 +1,6 @@
-"""The kernels as one function: gradients, vmap, shard_map and partitioning, with the chunk form in the kernels' place."""
+"""The kernels as one function: gradients, vmap, shard_map and partitioning, with the chunk form in the kernels'
+place.
+"""
 
 import functools
 
@@ -32,8 +34,12 @@ def stand_in(monkeypatch):
 
 
 def inputs(rng, batch=(B,)):
-    normal = lambda *shape: rng.normal(size=(*batch, *shape))
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    def normal(*shape):
+        return rng.normal(size=(*batch, *shape))
+
+    def unit(x):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
     arrays = (
         unit(normal(T, H, K)),
         unit(normal(T, H, K)),
@@ -88,7 +94,9 @@ SPECS = (HEADS,) * 5 + (PartitionSpec("data", "model"),)
 
 def test_shard_map_checks_and_differentiates(rng):
     arrays = inputs(rng)
-    loss = lambda *x: sum((y**2).sum() for y in run(*x))
+
+    def loss(*x):
+        return sum((y**2).sum() for y in run(*x))
 
     @functools.partial(jax.shard_map, mesh=mesh(), in_specs=SPECS, out_specs=PartitionSpec(), check_vma=True)
     def sharded(*x):

@@ -1,0 +1,131 @@
+"""Shared memory in tiles, and transfers in wgmma's register layout that Pallas has no words for or would do slowly.
+
+As in `fragments`, every piece has a twin for the interpreter.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from pallas_kernels import registers as rg
+from pallas_kernels.registers import LAYOUT
+
+f32 = jnp.float32
+
+
+def tile(shape: tuple[int, ...], dtype: Any, channels: int) -> Any:
+    """Shared memory in the tiling that TMA writes and wgmma reads, whose last axis may be sliced by `channels`."""
+    columns = min(channels, 128 // jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def fill(ref: Any, value: float, *, interpret: bool) -> None:
+    """ref [4, n], float32 in shared memory, = value."""
+    if interpret:
+        ref[...] = jnp.full(ref.shape, value, f32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def piece(_, ref):
+        for column in range(0, ref.type.shape[1], 32):
+            memref.store(rg.f32(value), ref, [rg.index(rg.warp()), rg.index(arith.addi(rg.lane(), rg.i32(column)))])
+
+    piece(ref)
+
+
+def store_ends(ref: Any, x: jax.Array, *, interpret: bool) -> None:
+    """ref [4, n] = the last row of every block of x [64, n]."""
+    if interpret:
+        ref[...] = rg.blocks(x)[:, -1]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def piece(_, ref, x):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.uge, rg.lane(), rg.i32(28))):
+            column = arith.shli(arith.andi(rg.lane(), rg.i32(3)), rg.i32(1))
+            for j, pair in enumerate(rg.pairs(x)):
+                vector.store(pair[1], ref, [rg.index(rg.warp()), rg.index(arith.addi(column, rg.i32(8 * j)))])
+
+    piece(ref, x)
+
+
+def load_ends(ref: Any, offset: int, *, interpret: bool) -> jax.Array:
+    """[64, n] whose rows of block w are row w + offset of ref [., n]."""
+    columns = ref.shape[1]
+    if interpret:
+        return jnp.repeat(ref[...][offset : offset + rg.ROWS // rg.BLOCK], rg.BLOCK, 0)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=rg.array(columns))
+    def piece(_, ref):
+        column = arith.shli(arith.andi(rg.lane(), rg.i32(3)), rg.i32(1))
+        row = rg.index(arith.addi(rg.warp(), rg.i32(offset)))
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        registers = np.empty((columns // 8, 2), object)
+        for j in range(columns // 8):
+            registers[j, 0] = registers[j, 1] = vector.load(
+                pair, ref, [row, rg.index(arith.addi(column, rg.i32(8 * j)))]
+            )
+        return rg.wrap(registers, columns)
+
+    return piece(ref)
+
+
+def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
+    """ref[index] for a float32 vector in global memory and index [64, n] int32, the same in all columns."""
+    columns = index.shape[1]
+    if interpret:
+        return ref[...][index]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=rg.array(columns))
+    def piece(_, ref, index):
+        values = [memref.load(ref, [rg.index(half[0])]) for half in rg.elements(index)[0]]
+        return rg.from_elements([[[value] * 2 for value in values]] * (columns // 8))
+
+    return piece(ref, index)
+
+
+def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:
+    """ref [n, 64] in global memory = x^T for float32 x [64, n]."""
+    if interpret:
+        ref[...] = x.T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def piece(_, ref, x):
+        for j, pair in enumerate(rg.elements(x)):
+            for h, values in enumerate(pair):
+                for e, value in enumerate(values):
+                    memref.store(value, ref, _transposed_place(j, h, e))
+
+    piece(ref, x)
+
+
+def load_transposed(ref: Any, *, interpret: bool) -> jax.Array:
+    """ref^T [64, n] for ref [n, 64], float32 in global memory."""
+    columns = ref.shape[0]
+    if interpret:
+        return ref[...].T
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=rg.array(columns))
+    def piece(_, ref):
+        def pair(j, h):
+            return [memref.load(ref, _transposed_place(j, h, e)) for e in (0, 1)]
+
+        return rg.from_elements([[pair(j, h) for h in (0, 1)] for j in range(columns // 8)])
+
+    return piece(ref)
+
+
+def _transposed_place(j: int, h: int, e: int) -> list[rg.Register]:
+    """Column and row of the lane's element [j][h][e]."""
+    row = arith.addi(arith.shli(rg.warp(), rg.i32(4)), arith.shrui(rg.lane(), rg.i32(2)))
+    column = arith.shli(arith.andi(rg.lane(), rg.i32(3)), rg.i32(1))
+    return [rg.index(arith.addi(column, rg.i32(8 * j + e))), rg.index(arith.addi(row, rg.i32(8 * h)))]

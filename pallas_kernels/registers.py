@@ -1,0 +1,109 @@
+"""Registers of wgmma's layout, one by one: the MLIR that the inline pieces of the kernels are written in.
+
+A [64, n] array belongs to four warps of 16 rows. Row 8 h + r of a warp (r < 8) and columns 8 j + 2 t, 8 j + 2 t + 1
+lie in lane 4 r + t, register [j][h].
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+LAYOUT = plgpu.Layout.WGMMA
+ROWS = 64  # rows of a warpgroup's array: four warps of 16
+BLOCK = 16
+
+Register = Any  # an MLIR value; the registers of one array are indexed [column // 8][row half]
+
+
+def i32_type() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def i32(value: int) -> Register:
+    return utils.c(value, i32_type())
+
+
+def f32(value: float) -> Register:
+    return utils.c(value, ir.F32Type.get())
+
+
+def index(value: Register | int) -> Register:
+    return arith.index_cast(ir.IndexType.get(), i32(value) if isinstance(value, int) else value)
+
+
+def lane() -> Register:
+    return arith.andi(utils.thread_idx(), i32(31))
+
+
+def warp() -> Register:
+    return arith.andi(arith.shrui(utils.thread_idx(), i32(5)), i32(3))
+
+
+def shuffle(x: Register, lane: Register) -> Register:
+    return nvvm.shfl_sync(i32(-1), x, lane, i32(31), nvvm.ShflKind.idx)
+
+
+def pairs(x: fa.FragmentedArray) -> np.ndarray:
+    """Registers [column // 8][half], each a pair of adjacent columns."""
+    return x.registers.reshape(x.shape[1] // 8, 2)
+
+
+def words(x: fa.FragmentedArray) -> np.ndarray:
+    """The pairs of a 16-bit array as 32-bit words."""
+    return np.vectorize(lambda r: utils.bitcast(r, i32_type()), otypes=[object])(pairs(x))
+
+
+def elements(x: fa.FragmentedArray) -> list[list[list[Register]]]:
+    """[column // 8][half][column % 2] of a 32-bit array."""
+
+    def at(r, e):
+        return vector.extract(r, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
+
+    return [[[at(r, e) for e in (0, 1)] for r in row] for row in pairs(x)]
+
+
+def wrap(registers: np.ndarray, columns: int) -> fa.FragmentedArray:
+    layout = LAYOUT.to_mgpu()
+    return fa.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape((ROWS, columns))), _layout=layout, _is_signed=None
+    )
+
+
+def from_elements(elements: list[list[list[Register]]]) -> fa.FragmentedArray:
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    registers = np.empty((len(elements), 2), object)
+    for j, row in enumerate(elements):
+        for h, values in enumerate(row):
+            registers[j, h] = vector.from_elements(pair, values)
+    return wrap(registers, 8 * len(elements))
+
+
+def array(columns: int, dtype: Any = jnp.float32) -> plgpu.ShapeDtypeStruct:
+    return plgpu.ShapeDtypeStruct((ROWS, columns), dtype, layout=LAYOUT)
+
+
+def mma(c: list[Register], a: list[Register], b: list[Register], dtype: ir.Type) -> list[Register]:
+    """c [16, 8] + a [16, 16] b [8, 16]^T: four float32 registers, four words, two words of two `dtype` (bf16 or f16)
+    numbers.
+    """
+    result = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    registers = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    ptx = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {registers}"
+    out = llvm.inline_asm(result, [*a, *b, *c], ptx, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", has_side_effects=True)
+    return [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(4)]
+
+
+def blocks(x: jax.Array) -> jax.Array:
+    """[64, n] -> [4, 16, n], for the twins."""
+    return x.astype(jnp.float32).reshape(ROWS // BLOCK, BLOCK, -1)
+
+
+def dot(spec: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, *operands, precision="highest")
