@@ -1,4 +1,4 @@
-"""Pieces of the chunk preparation that Pallas has no words for: warp shuffles and `mma.sync` on wgmma's register layout.
+"""Pieces of the chunk preparation that Pallas has no words for: shuffles and `mma.sync` on wgmma's register layout.
 
 That layout (see `registers`) is also the fragment layout of both operands of `mma.sync`, so a product of two [64, n]
 arrays over their columns, restricted to one warp's 16 rows, needs neither shared memory nor a barrier.
@@ -21,8 +21,7 @@ from pallas_kernels import registers as rg
 f32 = jnp.float32
 
 
-# 1. Elements and rows of a block
-# ----------------------------------------------------------------------------------------------------------------
+# 1. Elements and rows of a block --------------------------------------------------------------------------------------
 
 
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -155,8 +154,12 @@ def unstack(stacked: jax.Array, crossed: jax.Array, *, interpret: bool) -> tuple
     return queries, keys
 
 
-# 3. Scores between blocks
-# ----------------------------------------------------------------------------------------------------------
+# 3. Scores between blocks ---------------------------------------------------------------------------------------------
+
+
+def _sixteen_bytes(at: rg.Register) -> list[rg.Register]:
+    """Row and column of the `at`th sixteen bytes of a [64, 32] array of 16-bit numbers."""
+    return [rg.index(arith.shrui(at, rg.i32(2))), rg.index(arith.shli(arith.andi(at, rg.i32(3)), rg.i32(3)))]
 
 
 def store_operand(ref: Any, x: jax.Array, *, interpret: bool) -> None:
@@ -175,11 +178,7 @@ def store_operand(ref: Any, x: jax.Array, *, interpret: bool) -> None:
             value = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), list(words[4 * i : 4 * i + 4]))
             value = vector.bitcast(ir.VectorType.get((8,), x.mlir_dtype), value)
             at = arith.addi(chunk, rg.i32(32 * i))
-            vector.store(
-                value,
-                ref,
-                [rg.index(arith.shrui(at, rg.i32(2))), rg.index(arith.shli(arith.andi(at, rg.i32(3)), rg.i32(3)))],
-            )
+            vector.store(value, ref, _sixteen_bytes(at))
 
     piece(ref, x)
 
@@ -205,8 +204,7 @@ def block_scores(
         b = []
         for i in (0, 1):
             at = arith.addi(chunk, rg.i32(32 * i))
-            index = [rg.index(arith.shrui(at, rg.i32(2))), rg.index(arith.shli(arith.andi(at, rg.i32(3)), rg.i32(3)))]
-            value = vector.load(ir.VectorType.get((8,), q_.mlir_dtype), ref, index)
+            value = vector.load(ir.VectorType.get((8,), q_.mlir_dtype), ref, _sixteen_bytes(at))
             value = vector.bitcast(ir.VectorType.get((4,), rg.i32_type()), value)
             b += [
                 vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
@@ -231,5 +229,4 @@ def block_scores(
     return total_q, total_k
 
 
-# 5. Global memory without TMA
-# -----------------------------------------------------------------------------------------------------------
+# 5. Global memory without TMA -----------------------------------------------------------------------------------------
