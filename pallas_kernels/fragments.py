@@ -88,12 +88,11 @@ def block_end(x: jax.Array, *, interpret: bool) -> jax.Array:
     return piece(x)
 
 
-# 2. Scores inside a block
-# ---------------------------------------------------------------------------------------------------------- Products
-# of level s < 16 only pair rows of one run of eight, those of level 8 only rows 8 to 15 with rows 0 to 7. So the 16
-# rows of one mma hold eight rows of queries over the same eight rows of keys, and half the products are saved. In
-# such a "stacked" array, columns 8 h .. 8 h + 8 belong to half h; rows 0 to 7 of a block are its query rows, rows 8
-# to 15 its key rows.
+# 2. Scores inside a block -------------------------------------------------------------------------------------------
+# Products of level s < 16 only pair rows of one run of eight, those of level 8 only rows 8 to 15 with rows 0 to 7. So
+# the 16 rows of one mma hold eight rows of queries over the same eight rows of keys, and half the products are saved.
+# In such a "stacked" array, columns 8 h .. 8 h + 8 belong to half h; rows 0 to 7 of a block are its query rows, rows
+# 8 to 15 its key rows.
 
 
 def stacked_scores(total: jax.Array, q: jax.Array, k: jax.Array, right: jax.Array, *, interpret: bool) -> jax.Array:
@@ -227,6 +226,3 @@ def block_scores(
 
     total_q, total_k = piece(*totals, q, k, ref)
     return total_q, total_k
-
-
-# 5. Global memory without TMA -----------------------------------------------------------------------------------------
