@@ -1,7 +1,6 @@
 """A language model on bytes of real text: the State of the Union, 1790 to 2026 (experiments/data/README.md)."""
 
 import dataclasses
-import itertools
 import lzma
 from importlib import resources
 from typing import Self
@@ -84,20 +83,25 @@ class Text:
 
     def scores(self, nats: Float[Array, "D L"], correct: Bool[Array, "D L"], batch: Batch) -> dict[str, jax.Array]:
         """`bits_per_byte` of all bytes, of those from position 0, 64, 256, 1024, ... to the next, and by decade."""
-        bits = nats / np.log(2)
-        position = jnp.arange(bits.shape[1])[None, :]
-        scores = {
+        bits = jnp.where(batch.mask, nats / np.log(2), 0)
+        starts = [0, *(4**n for n in range(3, 16) if 4**n < bits.shape[1])]
+        decades = sorted(set(self.decades))
+        bucket = np.searchsorted(starts, np.arange(bits.shape[1]), side="right") - 1
+        by_position = _means(bits.sum(0), batch.mask.sum(0), bucket, len(starts))
+        by_decade = _means(bits.sum(1), batch.mask.sum(1), np.searchsorted(decades, self.decades), len(decades))
+        return {
             "loss": mean(nats, batch.mask),
             "accuracy": mean(correct, batch.mask),
             "bits_per_byte": mean(bits, batch.mask),
+            **{f"bits_per_byte_from_{start}": by_position[i] for i, start in enumerate(starts)},
+            **{f"bits_per_byte_{decade}s": by_decade[i] for i, decade in enumerate(decades)},
         }
-        edges = [0, *(4**n for n in range(3, 16) if 4**n < bits.shape[1]), bits.shape[1]]
-        for low, high in itertools.pairwise(edges):
-            scores[f"bits_per_byte_from_{low}"] = mean(bits, batch.mask & (low <= position) & (position < high))
-        for decade in sorted(set(self.decades)):
-            inside = jnp.array([d == decade for d in self.decades])[:, None]
-            scores[f"bits_per_byte_{decade}s"] = mean(bits, batch.mask & inside)
-        return scores
+
+
+def _means(total: Array, count: Array, group: np.ndarray, groups: int) -> Array:
+    """Sum of `total` over sum of `count` in each group; entry i belongs to `group[i]`."""
+    member = np.arange(groups)[:, None] == group[None, :]
+    return (member @ total) / (member @ count)
 
 
 def read() -> list[tuple[int, bytes]]:
