@@ -7,7 +7,7 @@ OLDEST := .venv-oldest
 INSTALL = -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 
-export JAX_PLATFORMS ?= cpu
+demo test test-oldest: export JAX_PLATFORMS = cpu
 
 demo: venv
 	$(PYTHON) -m experiments.demo

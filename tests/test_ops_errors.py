@@ -222,6 +222,7 @@ def test_a_name_runs_that_and_nothing_else(monkeypatch, implementation):
             raise NotImplementedError(f"{name} refuses")
 
         monkeypatch.setitem(api._IMPLEMENTATIONS, name, fail)
+    monkeypatch.setattr(api, "_unsupported_reason", lambda *_: None)
     with pytest.raises(NotImplementedError, match=f"{implementation} refuses"):
         trace(kda_jax.kda, ARRAYS | {"implementation": implementation})
     assert ran == [implementation]
@@ -236,13 +237,20 @@ def primitives(jaxpr):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "length"), [("scan", 450), ("chunk", 8), (None, 8), (("scan", "chunk"), 450), (["chunk"], 8)]
+    ("implementation", "length"),
+    [("scan", 450), ("chunk", 8), (None, 8), (("scan", "chunk"), 450), (["mosaic_gpu", "chunk"], 8)],
 )
 def test_which_implementation_ran(implementation, length):
     """Read from the program: the recurrence scans over 450 tokens, the chunk form over 8 chunks."""
     arrays = [zeros(B, 450, *x.shape[2:]) for x in ARRAYS.values()]
     program = jax.make_jaxpr(lambda *a: kda_jax.kda(*a, implementation=implementation))(*arrays)
     assert {n for name, n in primitives(program.jaxpr) if name == "scan"} & {8, 450} == {length}
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", ("mosaic_gpu",)])
+def test_a_name_without_support_raises_its_reason(implementation):
+    with pytest.raises(NotImplementedError, match=r"implementation 'mosaic_gpu': .*must share a dtype"):
+        trace(kda_jax.kda, ARRAYS | {"implementation": implementation})
 
 
 @pytest.mark.parametrize("implementation", ["chunk", "cuda", ("scan", "cuda"), ()])

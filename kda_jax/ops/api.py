@@ -1,18 +1,26 @@
 """The public operator over sequences: choose an implementation and run it on checked inputs."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from kda_jax.ops import validate
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
+from kda_jax.ops.packing import Packing
 from kda_jax.ops.prepare import SEQUENCE_DIMS, plan, run_sequence, select_valid
 from kda_jax.ops.scan import kda_scan
-from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values, state_dtype
+from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values
 
 Implementation = str | Sequence[str] | None
+
+
+def _mosaic_gpu(*inputs, packing, chunk_size, **options):
+    del packing, chunk_size  # refused by its support; fixed by its kernels
+    from pallas_kernels.vjp import kda_mosaic
+
+    return kda_mosaic(*inputs, **options)
 
 
 def _scan(*inputs, g_min, chunk_size, **options):
@@ -21,19 +29,37 @@ def _scan(*inputs, g_min, chunk_size, **options):
 
 
 # Best first: the order of `implementation=None`.
-_IMPLEMENTATIONS: dict[str, Callable] = {"chunk": kda_chunk, "scan": _scan}
+_IMPLEMENTATIONS: dict[str, Callable] = {"mosaic_gpu": _mosaic_gpu, "chunk": kda_chunk, "scan": _scan}
 
 
-def choose(implementation: Implementation, known: dict[str, Callable]) -> Callable:
-    """The first of the implementations asked for."""
+def check_names(implementation: Implementation, known: Iterable[str]) -> tuple[str, ...]:
+    """The implementations asked for, in order; raises ValueError where one is not among those known."""
+    known = tuple(known)
     if implementation is None:
-        return next(iter(known.values()))
+        return known
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if not names or any(name not in known for name in names):
-        raise ValueError(
-            f"implementation must be None, one of {list(known)} or a sequence of them, got {implementation!r}"
-        )
-    return known[names[0]]
+        raise ValueError(f"implementation must be None or from {known}, or several of them, got {implementation!r}")
+    return names
+
+
+def _unsupported_reason(name: str, q: Array, k: Array, v: Array, g: Array, packing: Packing | None) -> str | None:
+    """Why the named implementation cannot run on these inputs here, or None."""
+    if name != "mosaic_gpu":
+        return None
+    from pallas_kernels.support import unsupported_reason
+
+    return unsupported_reason(q, k, v, g, packed=packing is not None)
+
+
+def _run_first(names: tuple[str, ...], q, k, v, g, beta, *, packing, **options):
+    """The first of the named implementations that supports the inputs; their reasons when none does."""
+    reasons = {}
+    for name in names:
+        reasons[name] = _unsupported_reason(name, q, k, v, g, packing)
+        if reasons[name] is None:
+            return _IMPLEMENTATIONS[name](q, k, v, g, beta, packing=packing, **options)
+    raise NotImplementedError("; ".join(f"implementation {name!r}: {reason}" for name, reason in reasons.items()))
 
 
 def kda(
@@ -69,8 +95,8 @@ def kda(
       g_min: a number in [-5, 0): your promise that g >= g_min everywhere, which allows dense tiles. Where it is broken
         the result is wrong.
       chunk_size: tokens a chunk, a power of two; the result does not depend on it beyond rounding.
-      implementation: None for the best that is supported, a name ("chunk", "scan") for that or an error, or a sequence
-        of names, the first supported of which runs.
+      implementation: None for the best that is supported, a name ("mosaic_gpu", "chunk", "scan") for that or an error,
+        or a sequence of names, the first supported of which runs.
 
     Returns:
       o: [B, T, HV, V] in v's dtype, zero for tokens of no sequence (which have zero gradients too).
@@ -78,10 +104,11 @@ def kda(
 
     Raises:
       ValueError, TypeError: at trace time, naming the argument, what it is and what was expected.
+      NotImplementedError: with the reason, where no implementation asked for supports the inputs.
     """
     validate.check_chunking(chunk_size, g_min)
     o, final_state, *_ = run_sequence(
-        choose(implementation, _IMPLEMENTATIONS),
+        functools.partial(_run_first, check_names(implementation, _IMPLEMENTATIONS)),
         {"q": q, "k": k, "v": v, "g": g, "beta": beta},
         scale=scale,
         initial_state=initial_state,
@@ -91,40 +118,6 @@ def kda(
         chunk_size=chunk_size,
     )
     return o, final_state
-
-
-def kda_with_states(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    g: LogDecay,
-    beta: Beta,
-    *,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    segment_ids: SegmentIds | None = None,
-    g_min: float | None = None,
-    chunk_size: int = 64,
-) -> tuple[Values, State, Float[Array, "B chunks HV K V"]]:
-    """`kda` by the chunkwise form, with the state after every chunk: the checkpoints of a prefix cache.
-
-    Returns:
-      o and final_state as `kda`; states [B, ceil(T / chunk_size), HV, K, V], where states[:, c] is the state after
-      min((c + 1) * chunk_size, T) tokens. Passed as `initial_state`, it resumes there.
-    """
-    validate.check_chunking(chunk_size, g_min)
-    o, final_state, before = run_sequence(
-        kda_chunk,
-        {"q": q, "k": k, "v": v, "g": g, "beta": beta},
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        cu_seqlens=None,
-        g_min=g_min,
-        chunk_size=chunk_size,
-    )
-    after = jnp.concatenate([before, final_state[None]])[1:]
-    return o, final_state, jnp.moveaxis(after, 0, 1)
 
 
 def kda_raw(
@@ -166,8 +159,8 @@ def kda_raw(
     packing = plan(segment_ids, cu_seqlens, sizes["T"])
     q, k, v, g_raw, beta_raw = select_valid(packing, *arrays.values())
     return kda(
-        l2_normalize(q.astype(state_dtype(q.dtype))),
-        l2_normalize(k.astype(state_dtype(k.dtype))),
+        l2_normalize(q),
+        l2_normalize(k),
         v,
         decay(g_raw),
         write_strength(beta_raw, negative_eigenvalues),

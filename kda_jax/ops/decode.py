@@ -1,13 +1,11 @@
 """The public operator over one token: decoding."""
 
 from kda_jax.ops import validate
-from kda_jax.ops.api import Implementation, choose
+from kda_jax.ops.api import Implementation, check_names
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.prepare import STEP_DIMS
 from kda_jax.ops.scan import step
 from kda_jax.ops.types import State, StepBeta, StepLogDecay, StepQueries, StepValues, state_dtype
-
-_IMPLEMENTATIONS = {"scan": step}
 
 
 def kda_step(
@@ -40,8 +38,8 @@ def kda_step(
     """
     sizes = validate.check_inputs({"q": q, "k": k, "v": v, "g": g, "beta": beta}, STEP_DIMS)
     validate.check_array("state", state, "B HV K V", sizes)
-    run = choose(implementation, _IMPLEMENTATIONS)
-    o, new_state = run(q, k, v, g, beta, state.astype(state_dtype(state.dtype)), validate.check_scale(scale, sizes))
+    check_names(implementation, ("scan",))
+    o, new_state = step(q, k, v, g, beta, state.astype(state_dtype(state.dtype)), validate.check_scale(scale, sizes))
     return o.astype(v.dtype), new_state.astype(state.dtype)
 
 
@@ -65,8 +63,8 @@ def kda_raw_step(
     arrays = {"q": q, "k": k, "v": v, "g_raw": g_raw, "beta_raw": beta_raw}
     validate.check_decay(decay, validate.check_inputs(arrays, STEP_DIMS))
     return kda_step(
-        l2_normalize(q.astype(state_dtype(q.dtype))),
-        l2_normalize(k.astype(state_dtype(k.dtype))),
+        l2_normalize(q),
+        l2_normalize(k),
         v,
         decay(g_raw),
         write_strength(beta_raw, negative_eigenvalues),
