@@ -131,12 +131,13 @@ def _partitioned(static: _Static, value_heads_a_head: int, has_state: bool) -> A
     def partitioned(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         return local(*inputs)
 
-    # m value heads to a query head h
-    inputs = "b t h k, b t h k, b t (h m) v, b t (h m) k, b t (h m)" + ", b (h m) k v" * has_state
+    m = value_heads_a_head
+    heads = "(h m)" if m > 1 else "h"  # a factor of one may not stand beside another
+    inputs = f"b t h k, b t h k, b t {heads} v, b t {heads} k, b t {heads}" + f", b {heads} k v" * has_state
     partitioned.def_partition(
         partition,
-        sharding_rule=f"{inputs} -> b t (h m) v, b (h m) k v",
-        need_replication_factors=("t", "k", "m", "v"),
-        m=value_heads_a_head,
+        sharding_rule=f"{inputs} -> b t {heads} v, b {heads} k v",
+        need_replication_factors=("t", "k", "m", "v") if m > 1 else ("t", "k", "v"),
+        **({"m": m} if m > 1 else {}),
     )
     return partitioned

@@ -33,7 +33,7 @@ def stand_in(monkeypatch):
     vjp._partitioned.cache_clear()
 
 
-def inputs(rng, batch=(B,)):
+def inputs(rng, batch=(B,), heads=H):
     def normal(*shape):
         return rng.normal(size=(*batch, *shape))
 
@@ -41,8 +41,8 @@ def inputs(rng, batch=(B,)):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     arrays = (
-        unit(normal(T, H, K)),
-        unit(normal(T, H, K)),
+        unit(normal(T, heads, K)),
+        unit(normal(T, heads, K)),
         normal(T, HV, V),
         -(normal(T, HV, K) ** 2),
         rng.random((*batch, T, HV)),
@@ -108,8 +108,11 @@ def test_shard_map_checks_and_differentiates(rng):
         assert_close(x, y, 1e-4, name)
 
 
-def test_partitioned_over_batch_and_heads(rng):
-    arrays = [jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(inputs(rng), SPECS, strict=True)]
+@pytest.mark.parametrize("heads", [H, HV])
+def test_partitioned_over_batch_and_heads(rng, heads):
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(inputs(rng, heads=heads), SPECS, strict=True)
+    ]
     compiled = jax.jit(run).lower(*arrays).compile()
     text = compiled.as_text()
     for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
