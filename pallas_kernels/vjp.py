@@ -93,6 +93,8 @@ def _mapped(static: _Static) -> Any:
 
     @custom_vmap
     def mapped(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if static.interpret is not None:  # its callbacks have effects, which a partitioning rule does not take
+            return _local(static, *inputs)
         value_heads_a_head = inputs[2].shape[2] // inputs[0].shape[2]
         return _partitioned(static, value_heads_a_head, has_state=len(inputs) == 6)(*inputs)
 
@@ -107,19 +109,20 @@ def _mapped(static: _Static) -> Any:
     return mapped
 
 
+def _local(
+    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The forward pass of one device."""
+    config = static.config or default_config(v.shape[0] * v.shape[2], v.shape[3])
+    initial = state[0] if state else None
+    options: dict[str, Any] = {"scale": static.scale, "g_min": static.g_min, "interpret": static.interpret}
+    return forward(q, k, v, g, beta, initial, config=config, **options)
+
+
 @functools.lru_cache
 def _partitioned(static: _Static, value_heads_a_head: int, has_state: bool) -> Any:
     """The forward pass with a partitioning rule: every device runs the kernels on its own batch rows and heads."""
-
-    def local(
-        q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        config = static.config or default_config(v.shape[0] * v.shape[2], v.shape[3])
-        initial = state[0] if state else None
-        return forward(
-            q, k, v, g, beta, initial,
-            scale=static.scale, g_min=static.g_min, config=config, interpret=static.interpret,
-        )  # fmt: skip
+    local = functools.partial(_local, static)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         def shardings(tree):

@@ -15,6 +15,7 @@ from tolerances import FORWARD, assert_close
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
 from pallas_kernels.support import unsupported_reason
+from pallas_kernels.vjp import kda_mosaic
 
 DECAYS = {
     "slow": lambda rng, shape: -5 / (1 + np.exp(4.6 + rng.normal(size=shape))),
@@ -61,8 +62,13 @@ def test_two_warpgroups_and_more_chunks_than_stages(rng):
     check(inputs(rng, "slow", T=200, H=1, HV=1, K=64, V=128), Config(warpgroups=2, stages=2))
 
 
-def test_float16(rng):
-    check(inputs(rng, "slow", T=64, H=1, HV=1, K=64, V=64, dtype=jnp.float16), Config())
+def test_float16_through_the_public_function(rng):
+    *arrays, state = inputs(rng, "slow", T=64, H=1, HV=1, K=64, V=64, dtype=jnp.float16)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = jax.jit(functools.partial(kda_mosaic, scale=0.125, interpret=interpret))(*arrays, initial_state=state)
+    want = oracle(*(np.asarray(x.astype(jnp.float32)) for x in (*arrays, state)))
+    for name, x, y in zip(("o", "final_state"), got, want, strict=True):
+        assert_close(x, y, FORWARD["float16"], name)
 
 
 def test_later_tokens_change_nothing(rng):
