@@ -81,14 +81,25 @@ def test_later_tokens_change_nothing(rng):
     assert not jnp.array_equal(before[:, 66:], after[:, 66:])
 
 
-@pytest.mark.parametrize(("name", "function", "shapes"), [pytest.param(*case, id=case[0]) for case in cases()])
-def test_lowers_for_hopper(name, function, shapes):
+def lower(function, shapes):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        lowered = (
-            jax.jit(function).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes)).lower(lowering_platforms=("cuda",))
-        )
-    assert "mosaic_gpu" in lowered.as_text()
+        traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("name", "function", "shapes"), [pytest.param(*case, id=case[0]) for case in cases()])
+def test_lowers_for_hopper(name, function, shapes):
+    assert "mosaic_gpu" in lower(function, shapes)
+
+
+@pytest.mark.parametrize("T", [1, 7, 20, 300, 1000])
+def test_lowers_at_any_length(T):
+    """The copies move rows in groups of eight: a length that is no multiple of that once did not lower."""
+    qk, v = ((2, T, 2, 128), jnp.bfloat16), ((2, T, 4, 128), jnp.bfloat16)
+    shapes = [qk, qk, v, ((2, T, 4, 128), jnp.float32), ((2, T, 4), jnp.float32), ((2, 4, 128, 128), jnp.float32)]
+    function = functools.partial(forward, scale=1.0, g_min=None, config=Config())
+    assert lower(function, shapes).count("custom_call @mosaic_gpu") == 2
 
 
 def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
