@@ -52,7 +52,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, lines
 
 
-def provenance() -> dict[str, Any]:
+def provenance(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """The versions of what computes, and the commit of this source ("-dirty" if edited, null outside a checkout)."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -60,5 +60,5 @@ def provenance() -> dict[str, Any]:
         commit = found.stdout.strip() or None
     except FileNotFoundError:
         commit = None
-    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
     return {"versions": versions, "commit": commit}

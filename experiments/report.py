@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import metrics
+from experiments.tables import align
 from kda_jax.models.config import KINDS
 
 Line = dict[str, Any]
@@ -76,8 +77,8 @@ def load(workdir: Path) -> list[Run]:
 def table(runs: Sequence[Run]) -> str:
     """The comparison, a row a mixer, in Markdown."""
     if runs[0].score == "eval_bits_per_byte":
-        return _align([_TEXT_HEAD, *(_text_row(run) for run in runs)])
-    return _align([_RECALL_HEAD, *(_recall_row(run) for run in runs)])
+        return align([_TEXT_HEAD, *(_text_row(run) for run in runs)])
+    return align([_RECALL_HEAD, *(_recall_row(run) for run in runs)])
 
 
 def slices(runs: Sequence[Run]) -> str:
@@ -123,7 +124,7 @@ def _text_row(run: Run) -> list[str]:
 def _slice_table(title: str, names: Sequence[str], runs: Sequence[Run]) -> str:
     """Median bits a byte, a row a slice and a column a mixer."""
     rows = ([name.split("_")[-1], *(f"{_median(run.last(run.rate), name):.3f}" for run in runs)] for name in names)
-    return _align([[title, *(run.mixer for run in runs)], *rows])
+    return align([[title, *(run.mixer for run in runs)], *rows])
 
 
 def _what(run: Run) -> list[str]:
@@ -137,11 +138,3 @@ def _by_seed(last: Iterable[Line], name: str) -> str:
 def _median(lines: Iterable[Line], name: str) -> float:
     """Not a number, from a run that diverged, counts as infinity."""
     return statistics.median(float("inf") if math.isnan(line[name]) else line[name] for line in lines)
-
-
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that is also readable as plain text; numbers stand on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = ["-" * (width - 1) + ":" for width in widths]
-    lines = (" | ".join(map(str.rjust, row, widths)) for row in (rows[0], rule, *rows[1:]))
-    return "".join(f"| {line} |\n" for line in lines)

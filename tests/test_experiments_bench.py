@@ -1,0 +1,173 @@
+"""The benchmark: what its lines hold, what it refuses, and that it does not time what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import bench, clock, metrics, peers, versions
+from experiments.errors import ConfigError
+from experiments.versions import Version
+from kda_jax.ops import api
+from kda_jax.ops.gates import l2_normalize
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(versions, "CHECKED", (1, 70, 2))
+    monkeypatch.setattr(versions, "CHANNELS", 8)
+    monkeypatch.setattr(clock, "ROUNDS", 3)
+    monkeypatch.setattr(clock, "SAMPLE_S", 1e-9)
+
+
+def settings(**flag):
+    given = {"shapes": ["1x24x1"], "gates": ["slow"], "implementations": ["scan"], "peer_names": ["none"]}
+    return bench.parse(**(given | {"dtype": "float32"} | flag))
+
+
+def raw_peer(q, k, v, x, beta):
+    """As a peer with raw inputs and heads first would be."""
+    q, k, v, x, beta = (jnp.moveaxis(array, 0, 2) for array in (q, k, v, x, beta))
+    o, final_state = api.kda(l2_normalize(q), l2_normalize(k), v, -5 * jax.nn.sigmoid(x), beta, implementation="scan")
+    return jnp.moveaxis(o, 2, 0), final_state
+
+
+def test_lines_and_table(monkeypatch):
+    """A peer is found right in its own layout, and is what the others are compared with."""
+    table = {"other": ("json", lambda: Version("other scan", raw_peer, raw=True, heads_first=True, peer=True))}
+    monkeypatch.setattr(peers, "PEERS", table | {"absent": ("no_such_module", None)})
+    chosen = settings(peer_names=["all"], gates=["fast", "slow"])
+    assert chosen.peers == ["other"]
+    rows = json.loads(json.dumps(list(bench.run(chosen)), allow_nan=False))
+    checks, times = rows[:4], rows[4:]
+    names = ["scan", "other scan"]
+    assert [(row["version"], row["gates"]) for row in checks] == [(n, g) for n in names for g in ("fast", "slow")]
+    assert all(0 < error < 1e-5 for row in checks for error in row["relative_rms"].values())
+    assert [(row["gates"], row["pass"], row["version"]) for row in times] == [
+        (gate, name, version) for name in versions.PASSES for gate in ("fast", "slow") for version in names
+    ]
+    for row in times:
+        assert (row["B"], row["T"], row["H"], row["K"], row["V"]) == (1, 24, 1, 8, 8)
+        assert 0 < row["min_ms"] <= row["median_ms"]
+        assert row["temporary_bytes"] > 0
+        assert row["compile_s"] > 0
+        same = [r for r in times if (r["gates"], r["pass"], r["peer"]) == (row["gates"], row["pass"], True)]
+        assert row["over_fastest_peer"] == pytest.approx(row["median_ms"] / same[0]["median_ms"])
+    lines = bench.table(rows).splitlines()
+    assert len(lines) == 2 + 4
+    assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["1 x 24 x 1", "fast", "scan"]
+
+
+def test_a_promise_is_timed_too():
+    plain, promised = versions.ours("chunk")
+    assert (plain.name, promised.name) == ("chunk", "chunk g_min=-5")
+    found = versions.errors(promised, "fast", "float32")
+    assert found != versions.errors(plain, "fast", "float32")
+    assert versions.beyond_bounds(found, "float32") == []
+
+
+def test_a_wrong_implementation_is_not_timed(monkeypatch):
+    """Only its gradient of beta is wrong, by a thousandth."""
+    right = api._IMPLEMENTATIONS["chunk"]
+
+    def wrong(q, k, v, g, beta, **options):
+        return right(q, k, v, g, 1.001 * beta - jax.lax.stop_gradient(0.001 * beta), **options)
+
+    monkeypatch.setitem(api._IMPLEMENTATIONS, "chunk", wrong)
+    rows = bench.run(settings(implementations=["chunk"]))
+    assert next(rows)["measurement"] == "check"
+    with pytest.raises(bench.WrongResultError, match=r"chunk, slow gates: .* too large: dbeta 1.0e-03 \(at most 1e-04"):
+        next(rows)
+
+
+def test_a_wrong_peer_is_left_out(monkeypatch):
+    """Its state lacks the last token; it is not timed, and ours are, without a ratio."""
+
+    def wrong(q, k, v, g, beta):
+        late = api.kda(q[:, :-1], k[:, :-1], v[:, :-1], g[:, :-1], beta[:, :-1])[1]
+        return api.kda(q, k, v, g, beta)[0], late
+
+    monkeypatch.setattr(peers, "PEERS", {"other": ("json", lambda: Version("other", wrong, peer=True))})
+    rows = list(bench.run(settings(peer_names=["other"])))
+    assert "final_state" in next(row["error"] for row in rows if "error" in row)
+    assert [row["version"] for row in rows if row["measurement"] == "time"] == ["scan", "scan"]
+    assert rows[-1]["over_fastest_peer"] is None
+
+
+def test_a_version_that_fails_says_so():
+    def fail(*_):
+        raise MemoryError("too\nlarge")
+
+    rows = list(bench.measure([Version("failing", fail)], (1, 8, 1), ["slow"], "float32"))
+    assert [row["error"] for row in rows] == ["MemoryError: too large"] * 2
+    assert bench.table(rows).count("failed") == 2
+
+
+def test_ceilings_count_bytes_and_operations():
+    copy, product = bench.ceilings(elements=1000, side=10)
+    assert copy["rate"] * copy["median_ms"] * 1e9 == pytest.approx(8000)
+    assert product["rate"] * product["median_ms"] * 1e9 == pytest.approx(2000)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ({"shapes": ["1x24"]}, "--shapes: '1x24' is not BxTxH"),
+        ({"shapes": ["1x0x4"]}, "--shapes: '1x0x4' is not BxTxH with positive"),
+        ({"gates": ["fast", "weak"]}, "--gates=fast,weak: give some of fast, slow"),
+        ({"gates": []}, "--gates=: give some of"),
+        ({"implementations": ["chnk"]}, "--implementations=chnk: .*'scan'.*got 'chnk'"),
+        ({"implementations": ["chunk", "mosaic_gpu"]}, "--implementations=chunk,mosaic_gpu: .*mosaic_gpu"),
+        ({"peer_names": ["tokamx"]}, "--peers: no peer 'tokamx'"),
+        ({"dtype": "float16"}, "--dtype=float16: give one of float32, bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(**flag)
+
+
+def test_a_peer_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", {"absent": ("no_such_module", None)})
+    assert settings(peer_names=["all"]).peers == []
+    with pytest.raises(ConfigError, match="--peers: absent is not installed"):
+        settings(peer_names=["absent"])
+
+
+def test_defaults_of_a_cpu():
+    chosen = settings(shapes=None, implementations=None, dtype=None)
+    assert (chosen.shapes, chosen.implementations, chosen.dtype) == ([(1, 1024, 4)], ["chunk"], "float32")
+
+
+def test_command(tmp_path):
+    """The file holds the printed lines; a wrong flag is one line of error."""
+    output = tmp_path / "out.jsonl"
+    start = [sys.executable, "-m", "experiments.bench", "--peers=none", "--implementations=", "--shapes=1x8x1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    children = [
+        subprocess.Popen([*start, flag], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **pipes)
+        for flag in (f"--output={output}", "--shape=1x8x1", f"--output={tmp_path}", "oops")
+    ]
+    (good, _), *bad = [child.communicate(timeout=120) for child in children]
+    assert [child.returncode for child in children] == [0, 1, 1, 1]
+    assert good.splitlines()[0] == output.read_text().strip()
+    header, lines = metrics.read(output)
+    assert lines == []
+    assert header["config"]["shapes"] == [[1, 8, 1]]
+    assert header["device"] == "cpu"
+    assert {"jax", "numpy", "python"} <= set(header["versions"])
+    for (out, error), part in zip(
+        bad, ("Unknown command line flag 'shape'", f"--output={tmp_path}", "'oops'"), strict=True
+    ):
+        assert out == ""
+        assert error.startswith("error: ")
+        assert part in error
+        assert error.count("\n") == 1
