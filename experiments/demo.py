@@ -21,9 +21,14 @@ def main(_: list[str]) -> None:
     workdir = Path(_WORKDIR.value)
     recall, language = overwrite.get_config("tiny"), text.get_config("tiny")
     recall.model.mixer, language.model.mixer = "kda,gdn,gla", "kda"
-    print(f"Trains four small models on this CPU, about two minutes; resumes in {workdir} if interrupted.", flush=True)
+    print(
+        f"Trains four small models on this CPU, two to three minutes; an interrupted run in {workdir} goes on.",
+        flush=True,
+    )
     panels = {
-        "Overwrite recall: the last value written to a key": sweep.run(recall, workdir / "overwrite"),
+        f"Overwrite recall: the last value written (chance {1 / recall.task.num_values:.2f})": sweep.run(
+            recall, workdir / "overwrite"
+        ),
         "Bytes of the State of the Union": sweep.run(language, workdir / "text"),
     }
     for title, runs in panels.items():

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 def small(mixer: str = "attention", **train: object) -> ConfigDict:
     """A run of a second: two seeds, two rates, and attention because it compiles fast."""
     config = mqar.get_config("tiny")
-    config.task.update(length=10, rows=4, eval_rows=4, distinct=3, keys=4, values=4)
+    config.task.update(length=10, rows=4, eval_rows=4, distinct=3, num_keys=4, num_values=4)
     config.model.update(mixer=mixer, layers=1, width=8, heads=1, head_dim=8, chunk_size=16)
     config.train.update(steps=60, warmup=10, log_every=5, eval_every=10, checkpoint_every=10, seeds=(0, 1))
     config.train.update(learning_rates=(1e-2, 1e-3))
@@ -49,7 +49,7 @@ def test_every_config_builds_every_mixer():
                 shapes = nnx.eval_shape(
                     lambda m=mixer, c=config, v=task.vocab_size: models.builder(c.model, m, v)(nnx.Rngs(0))
                 )
-                assert shapes.config.layers == (mixer,) * 2
+                assert shapes.config.layers == (mixer,) * config.model.layers
 
 
 def test_no_weight_decay_on_decay_parameters_and_vectors():
@@ -212,7 +212,7 @@ COMMANDS = {
     "unwritable": (["--workdir=/dev/null/x"], "--workdir=/dev/null/x: .*; give a folder that can be written"),
     "no such variant": (["--config=experiments/configs/mqar.py:tny"], "tny: give one of published, tiny"),
     "no such file": (["--config=experiments/configs/mqr.py"], "No such file .*mqr.py"),
-    "impossible value": (["--config.task.length=9"], "task.length is 9: give at least 31"),
+    "impossible value": (["--config.task.length=9"], "task.length is 9: give at least 25"),
 }
 
 

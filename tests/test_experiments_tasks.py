@@ -12,9 +12,9 @@ from experiments.tasks.stack import Stack
 from experiments.tasks.text import Text, read
 
 RECALLS = {
-    "every position asks": Recall(length=16, rows=64, eval_rows=8, distinct=5, keys=9, values=7),
-    "blanks": Recall(length=40, rows=64, eval_rows=8, distinct=5, keys=5, values=7),
-    "written thrice": Recall(length=40, rows=64, eval_rows=8, distinct=4, keys=6, values=50, writes=3),
+    "every position asks": Recall(length=16, rows=64, eval_rows=8, distinct=5, num_keys=9, num_values=7),
+    "blanks": Recall(length=40, rows=64, eval_rows=8, distinct=5, num_keys=5, num_values=7),
+    "written thrice": Recall(length=40, rows=64, eval_rows=8, distinct=4, num_keys=6, num_values=50, writes=3),
 }
 
 
@@ -29,7 +29,7 @@ def test_recall_answers_with_the_last_value_written(task):
     for inputs, targets, mask in rows_of(jax.jit(task.batch)(jax.random.key(0))):
         memory, written, middle = {}, [], inputs.index(separator)
         for key, value in zip(inputs[:middle:2], inputs[1:middle:2], strict=True):
-            assert key < task.keys <= value < task.keys + task.values
+            assert key < task.num_keys <= value < task.num_keys + task.num_values
             memory[key] = value
             written.append(key)
         assert sorted(written) == sorted(list(memory) * task.writes)
@@ -145,12 +145,12 @@ def test_whole_sequence_accuracy_counts_rows_with_every_target_right():
         ({"name": "palindrome", "length": 9, "rows": 1, "eval_rows": 1, "symbols": 3}, "task.length is 9"),
         ({"name": "stack", "length": 9, "rows": 0, "eval_rows": 1, "stacks": 3, "symbols": 3}, "task.rows is 0"),
         (
-            {"name": "recall", "length": 15, "rows": 1, "eval_rows": 1, "distinct": 5, "keys": 9, "values": 9},
+            {"name": "recall", "length": 15, "rows": 1, "eval_rows": 1, "distinct": 5, "num_keys": 9, "num_values": 9},
             "task.length is 15: give at least 16",
         ),
         (
-            {"name": "recall", "length": 90, "rows": 1, "eval_rows": 1, "distinct": 9, "keys": 8, "values": 9},
-            "task.distinct is 9: give at most task.keys = 8",
+            {"name": "recall", "length": 90, "rows": 1, "eval_rows": 1, "distinct": 9, "num_keys": 8, "num_values": 9},
+            "task.distinct is 9: give at most task.num_keys = 8",
         ),
     ],
 )

@@ -17,8 +17,8 @@ def published(**task: object) -> ConfigDict:
 
 
 def tiny(**task: object) -> ConfigDict:
-    """One layer, two heads of 16, one seed, one rate: learns on a CPU."""
-    model = {"layers": 1, "width": 32, "heads": 2, "head_dim": 16, "chunk_size": 16, "dtype": "float32"}
+    """One layer, two heads of 16, one seed, one rate: learns on a CPU. Chunks of 8 compile soonest."""
+    model = {"layers": 1, "width": 32, "heads": 2, "head_dim": 16, "chunk_size": 8, "dtype": "float32"}
     train = {"steps": 400, "warmup": 50, "log_every": 25, "eval_every": 50, "checkpoint_every": 100}
     return _config(task, model, train | {"seeds": (0,), "learning_rates": (1e-2,)})
 

@@ -3,7 +3,9 @@
     python -m experiments.main --config=experiments/configs/palindrome.py --workdir=runs/palindrome
     python -m experiments.main --config=experiments/configs/palindrome.py:tiny --workdir=runs/palindrome_tiny
 
-TIME_PALINDROME
+Published scale: needs a GPU; not timed yet. The report has KDA and Gated DeltaNet at 100 % of whole sequences at
+length 512, Mamba-2 at 0 (figure 4).
+Tiny, two layers: about a minute a mixer on two cores; KDA says 0.97 of the tokens after 400 steps.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +18,9 @@ def published() -> ConfigDict:
 
 
 def tiny() -> ConfigDict:
-    return base.tiny(name="palindrome", length=32, rows=32, eval_rows=256, symbols=24)
+    config = base.tiny(name="palindrome", length=24, rows=32, eval_rows=256, symbols=16)
+    config.model.layers = 2
+    return config
 
 
 def get_config(variant: str = "published") -> ConfigDict:

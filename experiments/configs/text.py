@@ -3,7 +3,8 @@
     python -m experiments.main --config=experiments/configs/text.py --workdir=runs/text
     python -m experiments.main --config=experiments/configs/text.py:tiny --workdir=runs/text_tiny
 
-TIME_TEXT
+Published scale: needs a GPU; not timed yet. A model has to beat about 1.5 bits a byte, a smoothed 5-gram's.
+Tiny: about half a minute a mixer on two cores; KDA needs 2.4 bits a byte after 300 steps.
 """
 
 from ml_collections import ConfigDict
@@ -19,6 +20,7 @@ def tiny() -> ConfigDict:
     config = base.tiny(name="text", length=128, rows=8, eval_length=512)
     config.model.width = 64
     config.model.head_dim = 32
+    config.train.steps = 300
     config.train.learning_rates = (6e-3,)
     return config
 

@@ -27,19 +27,19 @@ class Recall(Synthetic):
         inputs   A 4 B 7 A 1 C 0 C 3 B 5 | B A C
         targets  - - - - - - - - - - - - - 5 1 3
 
-    Keys are drawn from `keys` tokens without repetition, values from `values` other tokens. The answer is due at
-    the key itself. Chance is 1 / `values`.
+    Keys are drawn from `num_keys` tokens without repetition, values from `num_values` other tokens. The answer is due
+    at the key itself. Chance is 1 / `num_values`.
     """
 
     distinct: int
-    keys: int
-    values: int
+    num_keys: int
+    num_values: int
     writes: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distinct > self.keys:
-            raise ValueError(f"task.distinct is {self.distinct}: give at most task.keys = {self.keys}")
+        if self.distinct > self.num_keys:
+            raise ValueError(f"task.distinct is {self.distinct}: give at most task.num_keys = {self.num_keys}")
         needed = 2 * self.pairs + 1 + self.distinct
         if self.length < needed:
             parts = f"{self.pairs} pairs, a separator and {self.distinct} queries"
@@ -51,19 +51,19 @@ class Recall(Synthetic):
 
     @property
     def vocab_size(self) -> int:
-        return self.keys + self.values + 2  # keys, values, separator, blank
+        return self.num_keys + self.num_values + 2  # keys, values, separator, blank
 
     def row(self, key: jax.Array) -> Batch:
         """Slot s is the s-th of the `distinct` keys: `name[s]` is its token, `order` lists the slot of each write."""
         separator, blank, start = self.vocab_size - 2, self.vocab_size - 1, 2 * self.pairs + 1
         # One draw for everything: each draw costs compilation time, and ranks of uniform numbers are a random order.
-        sizes = np.cumsum([self.keys, self.pairs, self.pairs, self.distinct, self.length - start])
+        sizes = np.cumsum([self.num_keys, self.pairs, self.pairs, self.distinct, self.length - start])
         for_name, for_order, for_value, for_query, for_place = jnp.split(
             jax.random.uniform(key, (int(sizes[-1]),)), sizes[:-1]
         )
         name = jnp.argsort(for_name)[: self.distinct]
         order = jnp.argsort(for_order) % self.distinct
-        value = self.keys + (self.values * for_value).astype(jnp.int32)
+        value = self.num_keys + (self.num_values * for_value).astype(jnp.int32)
         query = jnp.argsort(for_query)
         place = start + jnp.argsort(for_place)[: self.distinct]
 
