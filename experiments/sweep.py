@@ -26,11 +26,10 @@ def run(config: ConfigDict, workdir: Path) -> list[report.Run]:
     task = registry.make(config.task)
     schedule = Schedule(**config.train)
     mixers = models.parse(config.model.mixer)
-    programs = {
-        mixer: Program(models.builder(config.model, mixer, task.vocab_size), task, schedule) for mixer in mixers
-    }
+    builds = {mixer: models.builder(config.model, mixer, task.vocab_size) for mixer in mixers}
     claim(workdir, config)
-    for mixer, program in programs.items():
+    for mixer, build in builds.items():
+        program = Program(build, task, schedule)
         fit(program, workdir / mixer, header(config, mixer, program), mixer)
     runs = report.load(workdir)
     (workdir / "report.md").write_text("\n".join([report.table(runs), report.slices(runs)]))
