@@ -17,6 +17,7 @@ from experiments.errors import ConfigError
 _CONFIG = config_flags.DEFINE_config_file(
     "config", help_string="FILE.py[:VARIANT], of experiments/configs.", lock_config=True
 )
+flags.mark_flag_as_required("config")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for metrics, checkpoints, report.md and plot.png.", required=True
 )
@@ -37,18 +38,21 @@ def parse(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
         _CONFIG.value.keys()  # a file that is missing shows only now
-    except (flags.Error, OSError) as error:
-        cause = error.__context__
-        sys.exit(f"error: {_one_line(cause if isinstance(cause, ConfigError) else error)}")
+    except OSError as error:
+        sys.exit(f"error: --config: {str(error).splitlines()[-1].strip()}")
+    except flags.Error as error:
+        sys.exit(f"error: {_one_line(error)}")
     except (AttributeError, KeyError) as error:
-        sys.exit(
-            f"error: no such config field: {_one_line(error.__context__ or error)}; see the file given as --config"
-        )
+        name = _one_line(error.__context__ or error)
+        sys.exit(f"error: no such config field: {name}; the file given as --config has them all")
     return rest
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error.args[0]).split())
+    text = str(error.args[0]).strip()
+    if "Traceback" in text:  # of the config file, whose own message ends it
+        text = text.splitlines()[-1].partition(": ")[2]
+    return " ".join(text.split())
 
 
 if __name__ == "__main__":

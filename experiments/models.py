@@ -6,10 +6,12 @@ from typing import Any
 from flax import nnx
 
 from experiments.errors import ConfigError
+from kda_jax.layers.mixer import MIXERS as LINEAR_MIXERS
 from kda_jax.layers.mixer import MixerConfig
-from kda_jax.models.config import KINDS, HybridConfig
+from kda_jax.models.config import HybridConfig
 from kda_jax.models.hybrid import HybridLM
 
+MIXERS = (*LINEAR_MIXERS, "attention")
 Build = Callable[[nnx.Rngs], HybridLM]
 
 
@@ -17,8 +19,8 @@ def parse(mixer: str) -> list[str]:
     """The mixers of `config.model.mixer`: one, or several with commas between."""
     mixers = list(dict.fromkeys(name.strip() for name in mixer.split(",")))
     for name in mixers:
-        if name not in KINDS:
-            raise ConfigError(f"model.mixer names {name!r}: give one or several, with commas, of {', '.join(KINDS)}")
+        if name not in MIXERS:
+            raise ConfigError(f"model.mixer names {name!r}: give one or several, with commas, of {', '.join(MIXERS)}")
     return mixers
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import metrics
+from experiments.models import MIXERS
 from experiments.tables import align
-from kda_jax.models.config import KINDS
 
 Line = dict[str, Any]
 THRESHOLD = 0.95  # of held-out tokens, for "steps to 95 %"
@@ -63,9 +63,9 @@ class Run:
 
 
 def load(workdir: Path) -> list[Run]:
-    """The finished runs in `workdir`, in the order of `KINDS`."""
+    """The finished runs in `workdir`, in the order of `models.MIXERS`."""
     runs = []
-    for path in sorted(workdir.glob("*/metrics.jsonl"), key=lambda path: KINDS.index(path.parent.name)):
+    for path in sorted(workdir.glob("*/metrics.jsonl"), key=lambda path: MIXERS.index(path.parent.name)):
         header, lines = metrics.read(path)
         if lines and lines[-1]["step"] == header["config"]["train"]["steps"]:
             _, timing = metrics.read(path.with_name("timing.jsonl"))
