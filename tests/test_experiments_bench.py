@@ -1,5 +1,6 @@
 """The benchmark: what its lines hold, what it refuses, and that it does not time what is wrong."""
 
+import functools
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import bench, clock, metrics, peers, versions
@@ -63,6 +65,54 @@ def test_lines_and_table(monkeypatch):
     lines = bench.table(rows).splitlines()
     assert len(lines) == 2 + 4
     assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["1 x 24 x 1", "fast", "scan"]
+
+
+@pytest.mark.parametrize(("gate", "mean"), [("fast", -2.5), ("slow", -0.0772)])
+def test_inputs(gate, mean):
+    """The mean of -5 sigmoid(-4.63 + N(0, 1)) is -0.0772 by numerical integration."""
+    inputs = versions.draw((2, 2000, 2), gate, "bfloat16")
+    assert float(inputs["g"].mean()) == pytest.approx(mean, rel=0.02)
+    np.testing.assert_allclose(inputs["g"], -5 / (1 + np.exp(-inputs["x"])), rtol=1e-5)
+    assert {name for name, x in inputs.items() if x.dtype == jnp.bfloat16} == {"q", "k", "v", "do"}
+    for version in (versions.recurrence(raw=False), Version("", raw_peer, raw=True, heads_first=True)):
+        q, k, v, given, beta, do = versions.arguments(version, inputs)
+        assert q.shape == k.shape == v.shape == do.shape == given.shape == (*beta.shape, versions.CHANNELS)
+        assert beta.shape == ((2, 2, 2000) if version.heads_first else (2, 2000, 2))
+        want = jnp.moveaxis(inputs["x"], 2, 0) if version.heads_first else inputs["g"]
+        np.testing.assert_array_equal(given, want)
+
+
+def test_gradients_are_those_of_the_cotangent():
+    arrays = versions.arguments(versions.recurrence(raw=False), versions.draw((1, 5, 2), "slow", "float32"))
+
+    def loss(*inputs):
+        return (api.kda(*inputs, implementation="scan")[0] * arrays[-1]).sum()
+
+    want = jax.grad(loss, argnums=range(5))(*arrays[:-1])
+    got = versions.forward_backward(versions.recurrence(raw=False))(*arrays)[2:]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_short_programs_run_several_times_a_sample(monkeypatch):
+    """On a clock that only the programs move, by 1 ms and 30 ms a call."""
+    now = 0.0
+    turns = []
+
+    def program(ms):
+        def run():
+            nonlocal now
+            now += ms / 1e3
+            turns.append(ms)
+
+        return clock.Program(run, 0.0, 0)
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(clock, "SAMPLE_S", 0.0035)
+    samples = {ms: clock.warm_up(program(ms)) for ms in (1, 30)}
+    turns.clear()
+    times = clock.interleave(samples)
+    assert turns == [1, 1, 1, 1, 30] * clock.ROUNDS
+    assert times == {ms: {"median_ms": pytest.approx(ms), "min_ms": pytest.approx(ms)} for ms in (1, 30)}
 
 
 def test_a_promise_is_timed_too():
@@ -150,17 +200,22 @@ def test_defaults_of_a_cpu():
 def test_command(tmp_path):
     """The file holds the printed lines; a wrong flag is one line of error."""
     output = tmp_path / "out.jsonl"
-    start = [sys.executable, "-m", "experiments.bench", "--peers=none", "--implementations=", "--shapes=1x8x1"]
+    start = [sys.executable, "-m", "experiments.bench", "--peers=none", "--gates=slow", "--shapes=1x8x1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     children = [
-        subprocess.Popen([*start, flag], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **pipes)
-        for flag in (f"--output={output}", "--shape=1x8x1", f"--output={tmp_path}", "oops")
+        subprocess.Popen([*start, *flags], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **pipes)
+        for flags in (
+            [f"--output={output}", "--implementations=scan"],
+            ["--shape=1x8x1"],
+            [f"--output={tmp_path}"],
+            ["oops"],
+        )
     ]
     (good, _), *bad = [child.communicate(timeout=120) for child in children]
     assert [child.returncode for child in children] == [0, 1, 1, 1]
-    assert good.splitlines()[0] == output.read_text().strip()
+    assert good.startswith(output.read_text() + "|")
     header, lines = metrics.read(output)
-    assert lines == []
+    assert [line.get("pass", "check") for line in lines] == ["check", "forward", "forward+backward"]
     assert header["config"]["shapes"] == [[1, 8, 1]]
     assert header["device"] == "cpu"
     assert {"jax", "numpy", "python"} <= set(header["versions"])
