@@ -48,14 +48,21 @@ class Version:
     peer: bool = False
 
 
+def _activate_first(run: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+    """`run` for a raw gate and q and k of any length: the work that some peers cannot leave out."""
+    return lambda q, k, v, x, beta: run(l2_normalize(q), l2_normalize(k), v, LOWEST * jax.nn.sigmoid(x), beta)
+
+
 def ours(implementation: str) -> list[Version]:
-    """Without a promise about the decay, and with one where it changes the algorithm."""
+    """Without a promise about the decay; where it changes the algorithm, with one, from activated and raw inputs."""
     run = functools.partial(kda, implementation=implementation)
     if implementation == "scan":
         return [Version(implementation, run)]
+    promised = functools.partial(run, g_min=LOWEST)
     return [
         Version(implementation, run),
-        Version(f"{implementation} g_min={LOWEST:g}", functools.partial(run, g_min=LOWEST)),
+        Version(f"{implementation} g_min={LOWEST:g}", promised),
+        Version(f"{implementation} g_min={LOWEST:g} raw", _activate_first(promised), raw=True),
     ]
 
 
@@ -108,13 +115,8 @@ PASSES = {"forward": forward, "forward+backward": forward_backward}
 @functools.cache
 def recurrence(raw: bool) -> Version:
     """The definition: one token at a time."""
-
-    def run(q: Array, k: Array, v: Array, gate: Array, beta: Array) -> tuple[Array, Array]:
-        if raw:
-            q, k, gate = l2_normalize(q), l2_normalize(k), LOWEST * jax.nn.sigmoid(gate)
-        return kda(q, k, v, gate, beta, implementation="scan")
-
-    return Version("recurrence", run, raw=raw)
+    run = functools.partial(kda, implementation="scan")
+    return Version("recurrence", _activate_first(run) if raw else run, raw=raw)
 
 
 @functools.cache
