@@ -207,7 +207,7 @@ def test_cu_seqlens_plan():
 def test_alignment_is_a_bijection_on_the_tokens(name, chunk_size):
     """Every token has one place, its sequence begins a chunk, and each chunk holds one sequence."""
     cu = np.asarray(CU_SEQLENS[name])
-    plan = packing.align(packing.plan_cu_seqlens(jnp.asarray(cu), 96), chunk_size)
+    plan = packing.align(jnp.asarray(cu), packing.plan_cu_seqlens(jnp.asarray(cu), 96).slot, chunk_size)
     source, valid, target = (np.asarray(x) for x in (plan.source, plan.valid, plan.target))
     tokens = np.arange(cu[0], cu[-1])
     assert sorted(source[valid]) == tokens.tolist()
