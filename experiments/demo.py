@@ -1,4 +1,4 @@
-"""The project in three minutes on a CPU: recall of overwritten values, and a language model on bytes.
+"""The project in two to three minutes on a CPU: recall of overwritten values, and a language model on bytes.
 
     python -m experiments.demo [--workdir=runs/demo]
 

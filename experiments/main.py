@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> list[str]:
         sys.exit(f"error: {_one_line(error)}")
     except (AttributeError, KeyError) as error:
         name = _one_line(error.__context__ or error)
-        sys.exit(f"error: no such config field: {name}; the file given as --config has them all")
+        sys.exit(f"error: no such config field: {name}; see experiments/configs/base.py and the file given as --config")
     return rest
 
 

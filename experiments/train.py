@@ -1,6 +1,7 @@
 """Train one mixer on one task: a whole grid of seeds and learning rates in one compiled program."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,7 @@ def fit(program: Program, directory: Path, header: dict[str, Any], title: str) -
     if start == schedule.steps:
         checkpoints.close()
         return
+    tqdm.write(f"{title}: compiling", file=sys.stderr)
     like = jax.eval_shape(program.init, program.seeds, program.rates)
     state = checkpoints.restore(like) if start else program.init(program.seeds, program.rates)
     log = metrics.Log(directory / "metrics.jsonl", header, start)

@@ -23,6 +23,8 @@ def unsupported_reason(
     packed: the call has segment_ids or cu_seqlens. platform: "hopper" skips the look at the default device, for a
     program that is lowered for a machine that is not this one.
     """
+    if platform != "hopper" and (reason := _unsupported_device()):
+        return reason
     if packed:
         return "packed sequences (segment_ids, cu_seqlens) are not supported"
     if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
@@ -35,7 +37,7 @@ def unsupported_reason(
         return f"the number of value channels must be one of {VALUE_CHANNELS}, got {v.shape[-1]}"
     if 0 in v.shape:
         return f"v must not be empty, got shape {v.shape}"
-    return None if platform == "hopper" else _unsupported_device()
+    return None
 
 
 def _unsupported_device() -> str | None:

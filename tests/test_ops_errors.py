@@ -249,7 +249,7 @@ def test_which_implementation_ran(implementation, length):
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", ("mosaic_gpu",)])
 def test_a_name_without_support_raises_its_reason(implementation):
-    with pytest.raises(NotImplementedError, match=r"implementation 'mosaic_gpu': .*must share a dtype"):
+    with pytest.raises(NotImplementedError, match=r"implementation 'mosaic_gpu': .*Hopper GPU is needed"):
         trace(kda_jax.kda, ARRAYS | {"implementation": implementation})
 
 

@@ -13,7 +13,9 @@ def check_inputs(
     segment_ids: SegmentIds | None,
     cache: DeltaCache | AttentionCache | None,
 ) -> None:
-    """Raises ValueError unless x is [B, T, in_features], segment_ids integers [B, T] and cache of B rows if given."""
+    """Raises unless x is floating [B, T, in_features], segment_ids integers [B, T] and cache of B rows if given."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must have a floating dtype, got {x.dtype}")
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(f"x must be [B, T, {in_features}], got {x.shape}")
     if segment_ids is not None and (

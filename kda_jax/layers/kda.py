@@ -137,7 +137,7 @@ class KimiDeltaAttention(nnx.Module):
         attend = self._kda if self.mixer.is_kda else self._linear_attention
         o, state = attend(x, q, k, v, cache.state, segment_ids)
         y = self.o_norm(o, self._output_gate(x))
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), DeltaCache(tails, state)
+        return self.o_proj(y.reshape(*x.shape[:2], self.num_value_heads * self.value_dim)), DeltaCache(tails, state)
 
     def _kda(self, x, q, k, v, state, segment_ids):
         """The KDA operator on raw projections; a single token without padding takes the step."""
@@ -190,7 +190,7 @@ class KimiDeltaAttention(nnx.Module):
     def _decay_projection(self, x: Float[Array, "B T D"]) -> Float[Array, "B T HV K"]:
         """The raw decay, with one channel for a decay per head."""
         raw = self.f_b_proj(self.f_a_proj(x)) if self.mixer.decay == "channel" else self.f_proj(x)
-        return raw.reshape(*x.shape[:2], self.num_value_heads, -1)
+        return raw.reshape(*x.shape[:2], self.num_value_heads, raw.shape[-1] // self.num_value_heads)
 
     def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T HV V"] | None:
         if self.mixer.output_gate is None:
