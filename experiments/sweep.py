@@ -1,5 +1,7 @@
 """Compare mixers: one run each inside one workdir, then a table and a figure of all that are there."""
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -28,13 +30,27 @@ def run(config: ConfigDict, workdir: Path) -> list[report.Run]:
     mixers = models.parse(config.model.mixer)
     builds = {mixer: models.builder(config.model, mixer, task.vocab_size) for mixer in mixers}
     claim(workdir, config)
-    for mixer, build in builds.items():
-        program = Program(build, task, schedule)
-        fit(program, workdir / mixer, header(config, mixer, program), mixer)
-    runs = report.load(workdir)
-    (workdir / "report.md").write_text("\n".join([report.table(runs), report.slices(runs)]))
-    plot.save(workdir / "plot.png", {config.task.name: runs})
+    with lock(workdir):
+        for mixer, build in builds.items():
+            program = Program(build, task, schedule)
+            fit(program, workdir / mixer, header(config, mixer, program), mixer)
+        runs = report.load(workdir)
+        (workdir / "report.md").write_text("\n".join([report.table(runs), report.slices(runs)]))
+        plot.save(workdir / "plot.png", {config.task.name: runs})
     return runs
+
+
+@contextlib.contextmanager
+def lock(workdir: Path) -> Iterator[None]:
+    """Keep other processes out of `workdir`; the system lets go when this one ends, however it ends."""
+    with open(workdir / "config.json") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--workdir={workdir}: another process trains there; wait for it or give another"
+            ) from error
+        yield
 
 
 def header(config: ConfigDict, mixer: str, program: Program) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Schedule:
                 raise ConfigError(
                     f"train.{name} is {getattr(self, name)}: give a multiple of train.log_every = {self.log_every}"
                 )
-        if not self.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in self.seeds):
-            raise ConfigError(f"train.seeds is {self.seeds}: give integers from 0, such as (0,1,2)")
+        if not self.seeds or not all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in self.seeds):
+            raise ConfigError(f"train.seeds is {self.seeds}: give integers from 0 to 2**31 - 1, such as (0,1,2)")
         if not self.learning_rates or not all(
             isinstance(rate, int | float) and rate > 0 for rate in self.learning_rates
         ):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import metrics, plot, report
+from experiments import metrics, plot, report, sweep
+from experiments.errors import ConfigError
 
 
 def write(workdir, mixer, lines, *, steps=300, speeds=(100.0, 900.0, 300.0)):
@@ -121,3 +122,11 @@ def test_a_log_opened_at_a_step_drops_what_came_after(tmp_path):
     assert path.read_text() == whole
     metrics.Log(path, {"seed": [7]}, 0).close()
     assert path.read_text() == '{"seed": [7]}\n'
+
+
+def test_a_workdir_serves_one_process_at_a_time(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with sweep.lock(tmp_path), pytest.raises(ConfigError, match="another process trains there"), sweep.lock(tmp_path):
+        pass
+    with sweep.lock(tmp_path):
+        pass

@@ -55,3 +55,12 @@ def test_no_tokens_have_no_states(rng):
     o, final_state, states = with_states(case)
     assert (o.shape, states.shape) == (case["v"].shape, (2, 0, 4, 24, 16))
     np.testing.assert_array_equal(final_state, case["initial_state"])
+
+
+@pytest.mark.parametrize("implementation", ["scan", "chunk"])
+@pytest.mark.parametrize("T", [0, 9])
+def test_one_wide_input_makes_the_state_wide(rng, x64, implementation, T):
+    case = make(rng, T=T)
+    arrays = [case[n] for n in ARRAYS[:5]]
+    o, final_state = kda_jax.kda(arrays[0].astype(np.float64), *arrays[1:], implementation=implementation)
+    assert (o.dtype, final_state.dtype) == (np.float32, np.float64)

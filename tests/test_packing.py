@@ -1,11 +1,15 @@
 """Packed sequences equal separate ones, padding is inert, empty sequences pass their state through."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
 from cases import IMPLEMENTATIONS, check, check_same, make, make_raw, oracle, run
 
+import kda_jax
 from kda_jax.ops import packing
 
 every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -215,3 +219,14 @@ def test_alignment_is_a_bijection_on_the_tokens(name, chunk_size):
     owner = np.searchsorted(cu, tokens, side="right") - 1
     np.testing.assert_array_equal(np.asarray(plan.slot)[target[tokens] // chunk_size], owner)
     np.testing.assert_array_equal(target[tokens] % chunk_size, (tokens - cu[owner]) % chunk_size)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32"])
+def test_unsigned_cu_seqlens(rng, dtype):
+    """Differences of unsigned numbers wrap: the plan must not."""
+    case = make(rng, B=1, T=100, N=5)
+    arrays = [case[name] for name in ("q", "k", "v", "g", "beta")]
+    cu = np.array([0, 5, 40, 40, 70, 99])
+    call = jax.jit(functools.partial(kda_jax.kda, chunk_size=16, initial_state=case["initial_state"]))
+    want, got = (call(*arrays, cu_seqlens=jnp.asarray(cu, d)) for d in ("int32", dtype))
+    assert all(jnp.array_equal(a, b) for a, b in zip(want, got, strict=True))

@@ -47,6 +47,8 @@ class Text:
         training = [text for i, (_, text) in enumerate(documents) if i % 10 != 9]
         held_out = documents[9::10]
         lengths = [len(text) for text in training]
+        if length >= sum(lengths):
+            raise ValueError(f"task.length is {length}: the text has {sum(lengths)} bytes, give fewer")
         openings = np.zeros((len(held_out), eval_length + 1), np.uint8)
         sizes = np.array([min(len(text), eval_length + 1) for _, text in held_out], np.int32)
         for row, size, (_, text) in zip(openings, sizes, held_out, strict=True):

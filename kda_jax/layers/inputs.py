@@ -24,3 +24,8 @@ def check_inputs(
         raise ValueError(f"segment_ids must be integers {x.shape[:2]}, got {segment_ids.dtype} {segment_ids.shape}")
     if cache is not None and cache.batch_size != x.shape[0]:
         raise ValueError(f"cache has {cache.batch_size} rows for an x of {x.shape[0]}")
+
+
+def zero_padding(x: Float[Array, "B T D"], segment_ids: SegmentIds | None) -> Float[Array, "B T D"]:
+    """x with its padding tokens zero, by select: what stands in them reaches no output and no gradient."""
+    return x if segment_ids is None else jnp.where(segment_ids[..., None] != 0, x, 0)

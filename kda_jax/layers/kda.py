@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kda_jax.layers.cache import DeltaCache
 from kda_jax.layers.conv import ShortConvolution
-from kda_jax.layers.inputs import check_inputs
+from kda_jax.layers.inputs import check_inputs, zero_padding
 from kda_jax.layers.mixer import KDA, MixerConfig, init_decay
 from kda_jax.layers.norm import GatedRMSNorm
 from kda_jax.ops.api import kda_raw
@@ -127,6 +127,7 @@ class KimiDeltaAttention(nnx.Module):
           ValueError: for a wrong shape.
         """
         check_inputs(x, self.in_features, segment_ids, cache)
+        x = zero_padding(x, segment_ids)
         cache = self.init_cache(x.shape[0]) if cache is None else cache
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         convolutions = (self.q_conv, self.k_conv, self.v_conv)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kda_jax.ops.gates import check_lower_bound
+from kda_jax.ops.validate import check_chunking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MixerConfig:
       gate_activation: "sigmoid" as published, or "silu" (the report's swish ablation).
       decay_init: see `init_decay`.
       value_dim: channels V of a value head, by default head_dim.
-      chunk_size: tokens the operator treats at once.
+      chunk_size: tokens the operator treats at once, a power of two.
 
     Raises:
       ValueError: for a value outside its choices, or choices that exclude each other.
@@ -58,6 +59,7 @@ class MixerConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"MixerConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         check_lower_bound("MixerConfig.lower_bound", self.lower_bound)
+        check_chunking(self.chunk_size, None)
         if self.write == "dt" and (self.decay != "head" or self.lower_bound is not None or self.negative_eigenvalues):
             raise ValueError(
                 'MixerConfig.write="dt" needs decay="head", lower_bound=None and negative_eigenvalues=False, got '
@@ -65,7 +67,7 @@ class MixerConfig:
             )
         if self.decay is None and self.lower_bound is not None:
             raise ValueError(f"MixerConfig.lower_bound needs a decay, got {self.lower_bound=} with decay=None")
-        for name, least in {"conv_width": 0, "value_dim": 1, "chunk_size": 1}.items():
+        for name, least in {"conv_width": 0, "value_dim": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"MixerConfig.{name} must be at least {least}, got {value}")

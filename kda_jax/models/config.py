@@ -72,6 +72,10 @@ class HybridConfig:
             raise ValueError(
                 f"HybridConfig.num_value_heads must be a multiple of {self.num_heads=}, got {self.num_value_heads}"
             )
+        if self.rope_theta is not None and self.rope_theta <= 0:
+            raise ValueError(f"HybridConfig.rope_theta must be None or above 0, got {self.rope_theta}")
+        if self.rope_theta is not None and "attention" in self.pattern and self.head_dim % 2:
+            raise ValueError(f"HybridConfig.rope_theta needs an even head_dim, got {self.head_dim=}")
         for name in ("dtype", "param_dtype"):
             value = jnp.dtype(getattr(self, name))
             if not jnp.issubdtype(value, jnp.floating):

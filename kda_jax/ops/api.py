@@ -37,6 +37,8 @@ def check_names(implementation: Implementation, known: Iterable[str]) -> tuple[s
     known = tuple(known)
     if implementation is None:
         return known
+    if not isinstance(implementation, Sequence):
+        raise TypeError(f"implementation must be None, a name or a sequence of names, got {implementation!r}")
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if not names or any(name not in known for name in names):
         raise ValueError(f"implementation must be None or from {known}, or several of them, got {implementation!r}")
@@ -150,7 +152,7 @@ def kda_raw(
       o and final_state as `kda`, with gradients for every projection, `decay.A_log` and `decay.dt_bias`.
 
     Raises:
-      ValueError, TypeError: at trace time, naming the argument, what it is and what was expected.
+      ValueError, TypeError, NotImplementedError: as `kda`.
     """
     arrays = {"q": q, "k": k, "v": v, "g_raw": g_raw, "beta_raw": beta_raw}
     sizes = validate.check_inputs(arrays, SEQUENCE_DIMS)

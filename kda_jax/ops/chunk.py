@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.intra import decayed_scores, own_score, unit_lower_inverse
 from kda_jax.ops.packing import Alignment, Packing, align
-from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values, state_dtype
+from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
 
 
 def to_chunks(x: Array, chunk_size: int) -> Array:
@@ -73,7 +73,7 @@ def kda_chunk(
     Memory: with K = V = 128 and chunks of 64, 4.3 KB of temporaries a token and value head forward, 18 KB with the
     gradient (`jax.checkpoint` around a layer keeps none of it between layers).
     """
-    dtype = state_dtype(v.dtype)
+    dtype = initial_state.dtype
     # Half-precision values need no more than the tensor cores' products of float32.
     precision = None if v.dtype.itemsize < 4 else jax.lax.Precision.HIGHEST
     einsum = functools.partial(jnp.einsum, precision=precision)
@@ -104,7 +104,7 @@ def kda_chunk(
 
     A, qU, operands = prepare(q, k, v_chunks, g, beta)
     slot = None if alignment is None else alignment.slot
-    final_state, (S, e) = _scan_states(initial_state.astype(dtype), operands, slot, einsum)
+    final_state, (S, e) = _scan_states(initial_state, operands, slot, einsum)
     o = scale * (einsum("nbhck,nbhkv->nbhcv", qU, S) + einsum("nbhij,nbhjv->nbhiv", A, e))
     o = from_chunks(o).astype(v.dtype)
     o = o[:, : v.shape[1]] if alignment is None else o[:, alignment.target]

@@ -1,5 +1,7 @@
 """The public operator over one token: decoding."""
 
+import jax.numpy as jnp
+
 from kda_jax.ops import validate
 from kda_jax.ops.api import Implementation, check_names
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
@@ -27,7 +29,7 @@ def kda_step(
       q, k: [B, H, K]; v: [B, HV, V]; g: [B, HV, K] log decay in nats, <= 0; beta: [B, HV].
       state: [B, HV, K, V], of any float dtype; the arithmetic is float32 at least.
       scale: of the output; K**-0.5 by default.
-      implementation: None for the best that is supported, or a name ("scan").
+      implementation: None for the best that is supported, a name ("scan") or a sequence of names.
 
     Returns:
       o: [B, HV, V] in v's dtype.
@@ -39,6 +41,7 @@ def kda_step(
     sizes = validate.check_inputs({"q": q, "k": k, "v": v, "g": g, "beta": beta}, STEP_DIMS)
     validate.check_array("state", state, "B HV K V", sizes)
     check_names(implementation, ("scan",))
+    state = jnp.asarray(state)
     o, new_state = step(q, k, v, g, beta, state.astype(state_dtype(state.dtype)), validate.check_scale(scale, sizes))
     return o.astype(v.dtype), new_state.astype(state.dtype)
 

@@ -23,7 +23,7 @@ def check_lower_bound(name: str, value: float | None) -> None:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["A_log", "dt_bias"], meta_fields=["lower_bound"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Decay:
     """Parameters of a layer's decay, a pytree whose `lower_bound` is static.
 

@@ -61,17 +61,19 @@ def linear_attention(
     full = tuple(sizes[axis] for axis in ("B", "T", "HV", "K"))
     if g is None:
         g = jnp.zeros(full, state_dtype(v.dtype))
-    elif g.ndim == 3:
+    elif getattr(g, "ndim", None) == 3:
         validate.check_array("g", g, "B T HV", sizes)
         g = jnp.broadcast_to(g[..., None], full)
     beta = jnp.ones(full[:3], state_dtype(v.dtype)) if beta is None else beta
     o, final_state, *_ = run_sequence(
-        functools.partial(kda_chunk, g_min=None, chunk_size=chunk_size, delta_rule=delta_rule),
+        functools.partial(kda_chunk, delta_rule=delta_rule),
         {"q": q, "k": k, "v": v, "g": g, "beta": beta},
         scale=scale,
         initial_state=initial_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
+        g_min=None,
+        chunk_size=chunk_size,
     )
     return o, final_state
 
@@ -115,6 +117,8 @@ def dplr_attention(
         validate.check_array("initial_state", initial_state, "B H K V", sizes)
     scale = validate.check_scale(scale, sizes)
     S = resolve_state(initial_state, tuple(sizes[axis] for axis in ("B", "H", "K", "V")), tuple(arrays.values()))
+    if 0 in v.shape:
+        return jnp.zeros_like(v), S
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     q, k, v_chunks, g, a, c = (to_chunks(x.astype(S.dtype), chunk_size) for x in arrays.values())
 

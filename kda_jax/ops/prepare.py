@@ -19,7 +19,7 @@ def plan(segment_ids: SegmentIds | None, cu_seqlens: CuSeqlens | None, num_token
     """The packing plan of checked arguments, None for plain rows."""
     if segment_ids is not None:
         return plan_segments(segment_ids)
-    return None if cu_seqlens is None else plan_cu_seqlens(jnp.asarray(cu_seqlens), num_tokens)
+    return None if cu_seqlens is None else plan_cu_seqlens(jnp.asarray(cu_seqlens, jnp.int32), num_tokens)
 
 
 def select_valid(packing: Packing | None, *arrays: Array) -> tuple[Array, ...]:
@@ -53,13 +53,15 @@ def run_sequence(
       What `run` returns: o, the final state and, for the chunkwise form, the state before each chunk.
     """
     sizes = validate.check_inputs(arrays, SEQUENCE_DIMS)
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
     validate.check_packing(segment_ids, cu_seqlens, sizes)
     scale = validate.check_scale(scale, sizes)
     if initial_state is not None:
         validate.check_array("initial_state", initial_state, "N HV K V", sizes)
     state = resolve_state(initial_state, tuple(sizes[axis] for axis in ("N", "HV", "K", "V")), tuple(arrays.values()))
     if sizes["T"] == 0 or sizes["N"] == 0:
-        return jnp.zeros_like(arrays["v"]), state, jnp.zeros((0, *state.shape), state.dtype)
+        chunks = -(-sizes["T"] // options["chunk_size"])
+        return jnp.zeros_like(arrays["v"]), state, jnp.zeros((chunks, *state.shape), state.dtype)
     packing = plan(segment_ids, cu_seqlens, sizes["T"])
     inputs = select_valid(packing, *arrays.values())
     o, *rest = run(*inputs, scale=scale, initial_state=state, packing=packing, **options)

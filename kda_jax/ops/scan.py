@@ -15,7 +15,6 @@ from kda_jax.ops.types import (
     StepQueries,
     StepValues,
     Values,
-    state_dtype,
 )
 
 _einsum = jax.tree_util.Partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -62,5 +61,5 @@ def kda_scan(
     reset = None if packing is None or packing.reset is None else packing.reset.T
     slot = None if packing is None else packing.slot
     inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta)]
-    final_state, o = jax.lax.scan(token, initial_state.astype(state_dtype(v.dtype)), (*inputs, reset, slot))
+    final_state, o = jax.lax.scan(token, initial_state, (*inputs, reset, slot))
     return jnp.moveaxis(o, 0, 1).astype(v.dtype), final_state

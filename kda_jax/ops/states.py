@@ -26,7 +26,8 @@ def kda_with_states(
 
     Returns:
       o and final_state as `kda`; states [B, ceil(T / chunk_size), HV, K, V], where states[:, c] is the state after
-      min((c + 1) * chunk_size, T) tokens. Passed as `initial_state`, it resumes there.
+      min((c + 1) * chunk_size, T) tokens. Passed as `initial_state` it resumes there, within the same segment: a call
+      that begins with a new segment starts from none.
     """
     validate.check_chunking(chunk_size, g_min)
     o, final_state, before = run_sequence(

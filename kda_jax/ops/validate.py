@@ -16,7 +16,7 @@ def check_array(name: str, x: Array, dims: str, sizes: dict[str, int], kind: typ
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} must be an array of shape [{dims.replace(' ', ', ')}], got {type(x).__name__}: {x!r}")
     if not jnp.issubdtype(x.dtype, kind):
-        raise TypeError(f"{name} must have a {kind.__name__} dtype, got {x.dtype}")
+        raise TypeError(f"{name} must have a dtype of kind {kind.__name__}, got {x.dtype}")
     axes = dims.split()
     expected = "[" + ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes) + "]"
     if len(x.shape) != len(axes) or any(sizes.get(axis, n) != n for axis, n in zip(axes, x.shape, strict=True)):
@@ -29,6 +29,9 @@ def check_inputs(arrays: Mapping[str, Array], dims: Sequence[str]) -> dict[str, 
     sizes: dict[str, int] = {}
     for (name, x), axes in zip(arrays.items(), dims, strict=True):
         check_array(name, x, axes, sizes)
+    for axis in ("K", "V"):
+        if sizes[axis] == 0:
+            raise ValueError(f"q, k and v must have at least one channel a head, got {axis}=0")
     H, HV = sizes["H"], sizes["HV"]
     if H == 0 or HV == 0 or HV % H:
         raise ValueError(f"v must have a positive multiple of k's heads: v has HV={HV}, k has H={H}")
