@@ -5,7 +5,7 @@
 
 Published scale: needs a GPU; not timed yet. The report has KDA and Gated DeltaNet at 100 % of whole sequences at
 length 512, Mamba-2 at 0 (figure 4).
-Tiny, two layers: about a minute a mixer on two cores; KDA says 0.97 of the tokens after 400 steps.
+Tiny, two layers: about a minute a mixer on two cores; KDA said 0.97 of the tokens at step 400 of 800.
 """
 
 from ml_collections import ConfigDict
