@@ -116,11 +116,12 @@ def test_short_programs_run_several_times_a_sample(monkeypatch):
 
 
 def test_a_promise_is_timed_too():
-    plain, promised = versions.ours("chunk")
-    assert (plain.name, promised.name) == ("chunk", "chunk g_min=-5")
+    plain, promised, raw = versions.ours("chunk")
+    assert (plain.name, promised.name, raw.name) == ("chunk", "chunk g_min=-5", "chunk g_min=-5 raw")
     found = versions.errors(promised, "fast", "float32")
     assert found != versions.errors(plain, "fast", "float32")
     assert versions.beyond_bounds(found, "float32") == []
+    assert versions.beyond_bounds(versions.errors(raw, "fast", "float32"), "float32") == []
 
 
 def test_a_wrong_implementation_is_not_timed(monkeypatch):
