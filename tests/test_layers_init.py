@@ -124,7 +124,7 @@ def test_parameters_are_as_published(rng):
         ({"write": "dt"}, 'write="dt" needs decay="head"'),
         ({"conv_width": -1}, "conv_width must be at least 0, got -1"),
         ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be a power of two, got 0"),
     ],
 )
 def test_mixer_config_errors(changes, message):
