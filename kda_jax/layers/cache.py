@@ -101,8 +101,12 @@ def append(
     Tokens past the capacity are counted but not stored.
 
     Raises:
-      ValueError: if a row overflows, where that can be known: outside `jit`.
+      ValueError: for entries of another shape than the cache's, or if a row overflows, where that can be known: outside
+        `jit`.
     """
+    held, made = ([tuple(entry.shape[2:]) for entry in group] for group in (cache.entries, entries))
+    if held != made:
+        raise ValueError(f"the cache holds entries of shapes {held} a token, this layer's have {made}")
     rank = jnp.cumsum(tokens.valid.astype(jnp.int32), axis=1)
     place = cache.length[:, None] + rank - 1
     length = cache.length + jnp.sum(tokens.valid, axis=1, dtype=jnp.int32)

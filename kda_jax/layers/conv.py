@@ -62,10 +62,12 @@ class ShortConvolution(nnx.Module):
             return (y if segment_ids is None else jnp.where((segment_ids != 0)[..., None], y, 0)), tail
         x, weight = nnx.nn.dtypes.promote_dtype((x, self.weight[...]), dtype=self.dtype)
         extended = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-        if segment_ids is None:
-            length = x.shape[1]
+        length = x.shape[1]
+        if segment_ids is None or length <= 1:  # a single token continues the row's sequence, whatever its id
             taps = [extended[:, j : j + length] for j in range(self.width)]
             new_tail = extended[:, length:]
+            if segment_ids is not None:
+                new_tail = jnp.where(jnp.any(segment_ids != 0, axis=1)[:, None, None], new_tail, tail.astype(x.dtype))
         else:
             taps, new_tail = _segment_taps(extended, segment_ids, self.width)
         y = jax.nn.silu(sum(tap * w[None, None] for tap, w in zip(taps, weight, strict=True)))

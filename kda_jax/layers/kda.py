@@ -138,17 +138,21 @@ class KimiDeltaAttention(nnx.Module):
         attend = self._kda if self.mixer.is_kda else self._linear_attention
         o, state = attend(x, q, k, v, cache.state, segment_ids)
         y = self.o_norm(o, self._output_gate(x))
-        return self.o_proj(y.reshape(*x.shape[:2], self.num_value_heads * self.value_dim)), DeltaCache(tails, state)
+        y = self.o_proj(y.reshape(*x.shape[:2], self.num_value_heads * self.value_dim))
+        return y, DeltaCache(tails, state.astype(cache.state.dtype))
 
     def _kda(self, x, q, k, v, state, segment_ids):
-        """The KDA operator on raw projections; a single token without padding takes the step."""
+        """The KDA operator on raw projections; a single token takes the step."""
         g_raw, beta_raw = self._decay_projection(x), self.b_proj(x)
         decay = Decay(self.A_log[...], self.dt_bias[...], self.mixer.lower_bound)
         reflect = self.mixer.negative_eigenvalues
-        if x.shape[1] == 1 and segment_ids is None:
+        if x.shape[1] == 1:
             q, k, v, g_raw, beta_raw = (y[:, 0] for y in (q, k, v, g_raw, beta_raw))
-            o, state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
-            return o[:, None], state
+            o, new_state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
+            if segment_ids is not None:  # padding keeps the state; any other token continues the row's sequence
+                valid = segment_ids[:, :, None, None] != 0
+                o, new_state = jnp.where(valid[:, 0], o, 0), jnp.where(valid, new_state, state)
+            return o[:, None], new_state
         return kda_raw(
             q,
             k,
