@@ -92,6 +92,20 @@ def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
     return piece(ref, index)
 
 
+def scatter_rows(ref: Any, index: jax.Array, x: jax.Array, *, interpret: bool) -> None:
+    """ref[index] = x for a float32 vector in global memory, both [64, n] and the same in all columns."""
+    if interpret:
+        ref[index[:, 0]] = x[:, 0]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT))
+    def piece(_, ref, index, x):
+        for row, value in zip(rg.elements(index)[0], rg.elements(x)[0], strict=True):
+            memref.store(value[0], ref, [rg.index(row[0])])
+
+    piece(ref, index, x)
+
+
 def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     """ref [n, 64] in global memory = x^T for float32 x [64, n]."""
     if interpret:

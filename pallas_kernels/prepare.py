@@ -104,10 +104,17 @@ def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, .
 
 
 def make_prepare(
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, bounded: bool, interpret: Any = None
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    bounded: bool,
+    inverse: bool = False,
+    interpret: Any = None,
 ) -> Any:
     """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32) -> qU, kD, w
-    [B HV, T', K], u [B HV, T', V], A [B HV, T', 64] and total [B HV, T' / 64, K] float32; T' = 64 ceil(T / 64).
+    [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also X^T
+    [B HV, T', 64]; T' = 64 ceil(T / 64).
 
     bounded: every g >= -5.
     """
@@ -116,9 +123,9 @@ def make_prepare(
     emulated = interpret is not None
 
     def kernel(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *scratch: Any
+        q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *more: Any
     ) -> None:
-        qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded = scratch
+        XT, (qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded) = more[:inverse], more[inverse:]
         gs, (vs, exchange) = gs_vs
         n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
         rows = pl.ds(n * CHUNK, CHUNK)
@@ -155,6 +162,8 @@ def make_prepare(
         Xs[...] = jnp.concatenate(columns, 1).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(As, A.at[head, rows])
+        for target in XT:
+            plgpu.copy_smem_to_gmem(Xs, target.at[head, rows])
 
         # 6. w = X (k U), u = X v
         def product(operand: Any) -> jax.Array:
@@ -181,7 +190,9 @@ def make_prepare(
 
     return plgpu.kernel(
         kernel,
-        out_type=[shape(padded, K)] * 3 + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)],
+        out_type=[shape(padded, K)] * 3
+        + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)]
+        + [shape(padded, CHUNK)] * inverse,
         grid=(chunks, HV, B),
         grid_names=("n", "h", "b"),
         scratch_types=[

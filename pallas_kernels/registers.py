@@ -55,9 +55,14 @@ def pairs(x: fa.FragmentedArray) -> np.ndarray:
     return x.registers.reshape(x.shape[1] // 8, 2)
 
 
+def as_word(pair: Register) -> Register:
+    """Two 16-bit numbers as a 32-bit word."""
+    return utils.bitcast(pair, i32_type())
+
+
 def words(x: fa.FragmentedArray) -> np.ndarray:
     """The pairs of a 16-bit array as 32-bit words."""
-    return np.vectorize(lambda r: utils.bitcast(r, i32_type()), otypes=[object])(pairs(x))
+    return np.vectorize(as_word, otypes=[object])(pairs(x))
 
 
 def elements(x: fa.FragmentedArray) -> list[list[list[Register]]]:
@@ -90,13 +95,16 @@ def array(columns: int, dtype: Any = jnp.float32) -> plgpu.ShapeDtypeStruct:
 
 
 def mma(c: list[Register], a: list[Register], b: list[Register], dtype: ir.Type) -> list[Register]:
-    """c [16, 8] + a [16, 16] b [8, 16]^T: four float32 registers, four words, two words of two `dtype` (bf16 or f16)
-    numbers.
+    """c [16, 8] + a [16, n] b [8, n]^T, n = 16 or 8: four float32 registers, n / 4 and n / 8 words of two `dtype` (bf16
+    or f16) numbers.
     """
     result = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    registers = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    ptx = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {registers}"
-    out = llvm.inline_asm(result, [*a, *b, *c], ptx, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", has_side_effects=True)
+    names = [f"${i}" for i in range(8 + len(a) + len(b))]
+    groups = [names[:4], names[4 : 4 + len(a)], names[4 + len(a) : -4], names[-4:]]
+    registers = ", ".join("{" + ", ".join(group) + "}" for group in groups)
+    ptx = f"mma.sync.aligned.m16n8k{4 * len(a)}.row.col.f32.{dtype}.{dtype}.f32 {registers};"
+    constraints = ",".join(["=f"] * 4 + ["r"] * (len(a) + len(b)) + ["f"] * 4)
+    out = llvm.inline_asm(result, [*a, *b, *c], ptx, constraints, has_side_effects=True)
     return [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(4)]
 
 
