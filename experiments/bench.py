@@ -16,13 +16,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 
 from experiments import clock, metrics, peers, tables, versions
+from experiments.commands import Row, one_line, open_log, read_flags
 from experiments.errors import ConfigError
 from experiments.versions import Shape, Version
 
@@ -32,8 +32,6 @@ _IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, "Of kda_jax.kda; b
 _PEERS = flags.DEFINE_list("peers", ["all"], "all (that are installed), none, or names.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of q, k, v and o; by default float32 on a CPU, bfloat16 on a GPU.")
 _OUTPUT = flags.DEFINE_string("output", os.devnull, "A file for the lines of JSON, which are printed too.")
-
-Row = dict[str, Any]
 
 SHAPES = {
     "cpu": ["1x1024x4"],
@@ -118,7 +116,7 @@ def run(settings: Settings) -> Iterator[Row]:
             yield from check(peer, settings)
             right.append(peer)
         except Exception as error:  # none of ours: a line says so, and the rest goes on
-            yield {"measurement": "check", "version": name, "peer": True, "error": _one_line(error)}
+            yield {"measurement": "check", "version": name, "peer": True, "error": one_line(error)}
     if jax.default_backend() == "gpu":
         yield from ceilings()
     for shape in settings.shapes:
@@ -150,7 +148,7 @@ def measure(candidates: Sequence[Version], shape: Shape, gates: Sequence[str], d
                         programs[version] = clock.build(make(version), *arguments)
                     samples[version] = clock.warm_up(programs[version], *arguments)
                 except Exception as error:
-                    yield {**what, **_who(version), "error": _one_line(error)}
+                    yield {**what, **_who(version), "error": one_line(error)}
             times = clock.interleave(samples)
             fastest = min((row["median_ms"] for version, row in times.items() if version.peer), default=None)
             for version, row in times.items():
@@ -173,10 +171,6 @@ def ceilings(elements: int = 2**28, side: int = 8192) -> Iterator[Row]:
 
 def _who(version: Version) -> Row:
     return {"version": version.name, "peer": version.peer, "inputs": "raw" if version.raw else "activated"}
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -211,7 +205,7 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
         settings = parse(_SHAPES.value, _GATES.value, _IMPLEMENTATIONS.value, _PEERS.value, _DTYPE.value)
         first = header(settings)
-        log = _open(Path(_OUTPUT.value), first)
+        log = open_log(Path(_OUTPUT.value), first)
         print(json.dumps(first), flush=True)
         rows = []
         for row in run(settings):
@@ -223,19 +217,5 @@ def main(argv: list[str]) -> None:
     print(table(rows))
 
 
-def _open(path: Path, first: Row) -> metrics.Log:
-    try:
-        return metrics.Log(path, first, 0)
-    except OSError as error:
-        raise ConfigError(f"--output={path}: {error.strerror}; give a file that can be written") from error
-
-
-def _read_flags(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_read_flags)
+    app.run(main, flags_parser=read_flags)
