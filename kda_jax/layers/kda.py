@@ -15,7 +15,7 @@ from kda_jax.layers.inputs import check_inputs, zero_padding
 from kda_jax.layers.mixer import KDA, MixerConfig, init_decay
 from kda_jax.layers.norm import GatedRMSNorm
 from kda_jax.ops.api import kda_raw
-from kda_jax.ops.decode import kda_raw_step
+from kda_jax.ops.decode import kda_raw_step, kda_step
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.linear import linear_attention
 from kda_jax.ops.types import SegmentIds, state_dtype
@@ -148,11 +148,14 @@ class KimiDeltaAttention(nnx.Module):
         reflect = self.mixer.negative_eigenvalues
         if x.shape[1] == 1:
             q, k, v, g_raw, beta_raw = (y[:, 0] for y in (q, k, v, g_raw, beta_raw))
-            o, new_state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
-            if segment_ids is not None:  # padding keeps the state; any other token continues the row's sequence
-                valid = segment_ids[:, :, None, None] != 0
-                o, new_state = jnp.where(valid[:, 0], o, 0), jnp.where(valid, new_state, state)
-            return o[:, None], new_state
+            if segment_ids is None:
+                o, state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
+            else:  # padding has q = k = 0, and without a decay its state stays; no select reads the old state after
+                valid = segment_ids[:, :, None] != 0
+                g, beta = jnp.where(valid, decay(g_raw), 0), write_strength(beta_raw, reflect)
+                o, state = kda_step(l2_normalize(q), l2_normalize(k), v, g, beta, state)
+                o = jnp.where(valid, o, 0)
+            return o[:, None], state
         return kda_raw(
             q,
             k,

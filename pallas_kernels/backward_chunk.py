@@ -1,0 +1,167 @@
+"""Stage 3 of the backward: the gradients of one chunk of 64 tokens, from the state before it and the gradient of the
+state after it, one warpgroup a chunk, head and 64 key channels.
+
+With U, D, P and A of `prepare`, S and dS from `backward_scan` (dS without the factor `scale`), v_new and dv,
+
+    dq = U (scale S do) + p        dk = D (scale dS v_new) - U (S dv) + p' + t        dbeta = sum_V dv v_new / beta^2
+    dg = the sum from a token to the chunk's end of q U (scale S do) - k U (S dv)
+       + the sum from the chunk's start to before a token of k D (scale dS v_new) + total sum_V S dS + pairs
+
+p, p', t are what the scores give, whose gradients are X = scale do v_new^T (queries with keys, i >= j) and Y = -dv
+v_new^T (keys with keys, i > j, the adjoint of the inverse included). Level by level of `levels`, with the decay F of
+a token to or from the seam between its run and the other, U in odd runs and D in even ones,
+
+    p = F X (z F), z = q in odd runs and k in even ones        t = F Y (k F)
+
+p belongs to dq in odd runs and to dk in even ones, and every pair adds to dg at the tokens between its two: sums of z
+p + k t from a token to the end of its odd run, or from the start of its even run. No pairwise exponential, no factor
+above 1, no difference of sums (notation and reasons as in `prepare`; Kimi Linear, arXiv 2510.26692, section 3).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import levels as lv
+from pallas_kernels import memory
+from pallas_kernels import registers as rg
+from pallas_kernels.memory import tile
+from pallas_kernels.prepare import CHUNK, LOG2E
+from pallas_kernels.within import iota, times, zeros
+
+CHANNELS = rg.ROWS  # key channels a block
+f32 = jnp.float32
+
+
+def _product(a: Any, b: Any) -> jax.Array:
+    """a b [64, 64] of shared memory, in float32."""
+
+    def body(total: Any) -> jax.Array:
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(body, plgpu.ACC((rg.ROWS, rg.ROWS), f32))
+
+
+def within_chunk(
+    q: jax.Array, k: jax.Array, e: jax.Array, X: Any, Y: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What the scores give to dq, dk, dg, and U, D of the chunk: q, k, e = exp(g) are [64 channels, 64 tokens]; X, Y as
+    `levels.store_pairs` leaves them.
+    """
+    kw = {"interpret": interpret}
+    U, D, dg = e, jnp.ones_like(e), zeros(CHUNK)
+    dq, dk = lv.pair_product(k, X, 0, **kw), lv.pair_product(q, X, 0, **kw)
+    for s in lv.LEVELS:
+        F, z = lv.by_run(s, U, D, **kw), lv.by_run(s, q, k, **kw)
+        p = F * lv.pair_product(times(z, F), X, s, **kw)
+        t = F * lv.pair_product(times(k, F), Y, s, **kw)
+        dq = lv.by_run(s, dq + p, dq, **kw)
+        dk = dk + lv.by_run(s, t, t + p, **kw)
+        dg = lv.add_sums(dg, z.astype(f32) * p + k.astype(f32) * t, s, **kw)
+        grown = F * lv.sibling_end(U, s, **kw)
+        U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
+    return dq, dk, dg, U, D
+
+
+def make_backward_chunk(
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, scale: float, interpret: Any = None
+) -> Any:
+    """The kernel (q, k [B, T, H, K], g [B, T, HV, K] float32, beta [B, T, HV] float32, do, v_new, dv [B, T, HV, V],
+    S, dS [B HV, T / 64, V, K]) -> dq, dk [B, T, HV, K], dg [B, T, HV, K] float32, dbeta [B, T, HV] float32; T a
+    multiple of 64, beta not 0.
+    """
+    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
+    parts = K // CHANNELS
+    emulated = interpret is not None
+    kw = {"interpret": emulated}
+
+    def kernel(*refs: Any) -> None:
+        q, k, g, beta, do, v_new, dv, S, dS, dq, dk, dg, dbeta, *scratch = refs
+        qs, ks, dos, vs, dvs, Ss, dSs, X, Y, for_scores, for_keys, for_states = scratch
+        n, b, part = (lax.axis_index(name) for name in ("n", "b", "part"))
+        h, part = lax.div(part, parts), lax.rem(part, parts)
+        rows, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
+        head, key_head = b * HV + h, lax.div(h, HV // H)
+        for source, target in ((do, dos), (v_new, vs), (dv, dvs)):
+            plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
+        for source, target in ((q, qs), (k, ks)):
+            plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
+        for source, target in ((S, Ss), (dS, dSs)):
+            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
+        e = jnp.exp2(memory.load_transposed(g.at[b, rows, h, channels], **kw) * LOG2E)
+
+        # 1. gradients of the scores, symmetric, and of beta
+        plgpu.barrier_wait(for_scores)
+        row, column = iota(0, CHUNK), iota(1, CHUNK)
+        lower, upper = _product(dos, vs.T), _product(vs, dos.T)
+        lv.store_pairs(X, (jnp.where(row >= column, lower, upper) * scale).astype(dtype), **kw)
+        lower, upper = _product(dvs, vs.T), _product(vs, dvs.T)
+        lv.store_pairs(Y, (-jnp.where(row >= column, lower, upper)).astype(dtype), **kw)
+
+        @pl.when(part == 0)
+        def _() -> None:
+            tokens = iota(0, 8) + n * CHUNK
+            own = jnp.sum(jnp.where(row == column, lower, zeros(CHUNK)), 1)
+            own = lax.broadcast_in_dim(own, (rg.ROWS, 8), (0,))
+            strength = memory.gather_rows(beta.at[b, :, h], tokens, **kw)
+            memory.scatter_rows(dbeta.at[b, :, h], tokens, own / (strength * strength), **kw)
+
+        plgpu.commit_smem()
+
+        # 2. pairs in the chunk
+        plgpu.barrier_wait(for_keys)
+        query, key = (plgpu.load(x.T, layout=rg.LAYOUT) for x in (qs, ks))
+        dq_chunk, dk_chunk, dg_chunk, U, D = within_chunk(query, key, e, X, Y, emulated)
+
+        # 3. through the states
+        plgpu.barrier_wait(for_states)
+        key = key.astype(f32)
+        y = U * _product(Ss.T, dos.T) * scale
+        dq_chunk, to_end = dq_chunk + y, query.astype(f32) * y
+        plgpu.commit_smem()
+        qs.T[...] = dq_chunk.astype(dtype)
+        y = U * _product(Ss.T, dvs.T)
+        dk_chunk, to_end = dk_chunk - y, to_end - key * y
+        dg_chunk = lv.add_sums(dg_chunk, to_end, CHUNK, reverse=True, **kw)
+        y = D * _product(dSs.T, vs.T) * scale
+        ks.T[...] = (dk_chunk + y).astype(dtype)
+        plgpu.commit_smem()
+        for source, target in ((qs, dq), (ks, dk)):
+            plgpu.copy_smem_to_gmem(source, target.at[b, rows, h, channels])
+        dg_chunk = lv.add_sums(dg_chunk, key * y, CHUNK, reverse=False, **kw)
+        decayed = scale * lv.last_token(U, **kw)
+        overlap = zeros(CHUNK)
+        for start in range(0, V, CHUNK):
+            state, gradient = (plgpu.load(x.at[pl.ds(start, CHUNK)].T, layout=rg.LAYOUT) for x in (Ss, dSs))
+            overlap += state.astype(f32) * gradient.astype(f32)
+        overlap = lax.broadcast_in_dim(jnp.sum(overlap, 1), (CHANNELS, CHUNK), (0,))
+        memory.store_transposed(dg.at[b, rows, h, channels], dg_chunk + decayed * overlap, **kw)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            *[jax.ShapeDtypeStruct((B, T, HV, K), dtype)] * 2,
+            jax.ShapeDtypeStruct((B, T, HV, K), f32),
+            jax.ShapeDtypeStruct((B, T, HV), f32),
+        ],
+        grid=(T // CHUNK, B, HV * parts),
+        grid_names=("n", "b", "part"),
+        scratch_types=[
+            *[tile((CHUNK, CHANNELS), dtype, CHANNELS)] * 2,
+            *[tile((CHUNK, V), dtype, 64)] * 3,
+            *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
+            *[plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
+            plgpu.Barrier(num_arrivals=3),
+            *[plgpu.Barrier(num_arrivals=2)] * 2,
+        ],
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
