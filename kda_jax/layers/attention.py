@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.layers.cache import AttentionCache, Tokens, append, init_attention_cache, locate
-from kda_jax.layers.inputs import check_inputs, zero_padding
+from kda_jax.layers.inputs import check_inputs, no_tokens, zero_padding
 from kda_jax.ops.types import SegmentIds, state_dtype
 
 AttentionImplementation = Literal["xla", "cudnn"]
@@ -120,6 +120,8 @@ class Attention(nnx.Module):
             call alone is too long. Under `jit` the output of a row that overflows is NaN.
         """
         check_inputs(x, self.in_features, segment_ids, cache)
+        if x.shape[1] == 0:
+            return no_tokens(x, self.dtype, self.param_dtype), cache
         x = zero_padding(x, segment_ids)
         tokens = locate(segment_ids, x, cache)
         heads = lambda y: y.reshape(*x.shape[:2], -1, self.head_dim)  # noqa: E731

@@ -1,6 +1,7 @@
 """The check that every layer makes of what it is called with."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kda_jax.layers.cache import AttentionCache, DeltaCache
@@ -29,3 +30,8 @@ def check_inputs(
 def zero_padding(x: Float[Array, "B T D"], segment_ids: SegmentIds | None) -> Float[Array, "B T D"]:
     """x with its padding tokens zero, by select: what stands in them reaches no output and no gradient."""
     return x if segment_ids is None else jnp.where(segment_ids[..., None] != 0, x, 0)
+
+
+def no_tokens(x: Float[Array, "B 0 D"], dtype: DTypeLike | None, param_dtype: DTypeLike) -> Float[Array, "B 0 D"]:
+    """What a layer makes of an x without tokens: the same in the dtype of its output."""
+    return x.astype(jnp.promote_types(x.dtype, param_dtype) if dtype is None else dtype)

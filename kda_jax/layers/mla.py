@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kda_jax.layers.attention import AttentionImplementation, attend, settle
 from kda_jax.layers.cache import AttentionCache, append, init_attention_cache, locate
-from kda_jax.layers.inputs import check_inputs, zero_padding
+from kda_jax.layers.inputs import check_inputs, no_tokens, zero_padding
 from kda_jax.layers.norm import EPSILON
 from kda_jax.ops.types import SegmentIds
 
@@ -116,6 +116,8 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
         """The attended tokens and the cache after them; arguments, cache and errors as in `Attention`."""
         check_inputs(x, self.in_features, segment_ids, cache)
+        if x.shape[1] == 0:
+            return no_tokens(x, self.dtype, self.param_dtype), cache
         x = zero_padding(x, segment_ids)
         tokens = locate(segment_ids, x, cache)
         q = self._queries(x)
