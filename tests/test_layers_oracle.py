@@ -9,7 +9,7 @@ import reference_layers as oracle
 import tolerances
 from flax import nnx
 
-from kda_jax.layers import GatedRMSNorm, SwiGLU
+from kda_jax.layers import GatedMLP, GatedRMSNorm
 
 NAMES = sorted(layer_cases.CASES)
 IDS = layer_cases.SEGMENT_IDS
@@ -84,7 +84,7 @@ def test_causality(name, rng):
 
 
 def test_swiglu(rng):
-    layer = SwiGLU(5, 7, rngs=nnx.Rngs(0))
+    layer = GatedMLP(5, 7, rngs=nnx.Rngs(0))
     x = rng.normal(size=(2, 3, 5)).astype(np.float32)
     tolerances.assert_close(layer(x), oracle.swiglu(layer_cases.parameters(layer), x), tolerances.FORWARD["float32"])
 

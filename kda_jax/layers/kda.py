@@ -39,7 +39,7 @@ class KimiDeltaAttention(nnx.Module):
       num_value_heads: HV, a multiple of H, by default H; value head j reads key head j // (HV // H).
       mixer: the layer's choices; `mixer_config(name)` gives the named ones.
       dtype: of the computation, by default that of x and the weights together; decay, beta and state stay float32.
-      param_dtype: of the weights, except A_log and dt_bias, which are float32.
+      param_dtype: of the weights, except A_log and dt_bias, which are float32, and what `mixer` holds in float32.
       implementation: of the KDA operator over sequences, see `kda_jax.kda`; None, as for single tokens, is the best
         supported.
 
@@ -75,8 +75,9 @@ class KimiDeltaAttention(nnx.Module):
         self.mixer, self.dtype, self.param_dtype, self.implementation = mixer, dtype, param_dtype, implementation
 
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        taps_dtype = jnp.float32 if mixer.float32_taps else param_dtype
         convolution = functools.partial(
-            ShortConvolution, width=mixer.conv_width, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            ShortConvolution, width=mixer.conv_width, dtype=dtype, param_dtype=taps_dtype, rngs=rngs
         )
         keys, values = num_heads * head_dim, value_heads * value_dim
         self.q_proj, self.k_proj, self.v_proj = (
@@ -102,7 +103,7 @@ class KimiDeltaAttention(nnx.Module):
         elif mixer.output_gate == "full":
             self.g_proj = linear(in_features, values)
         activation = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[mixer.gate_activation]
-        self.o_norm = GatedRMSNorm(value_dim, activation=activation, param_dtype=param_dtype, rngs=rngs)
+        self.o_norm = GatedRMSNorm(value_dim, activation=activation, param_dtype=taps_dtype, rngs=rngs)
         self.o_proj = linear(values, in_features)
 
     def init_cache(self, batch_size: int, capacity: int | None = None) -> DeltaCache:

@@ -28,6 +28,8 @@ class MixerConfig:
       gate_activation: "sigmoid" as published, or "silu" (the report's swish ablation).
       decay_init: see `init_decay`.
       value_dim: channels V of a value head, by default head_dim.
+      float32_taps: hold the convolutions' taps and the output norm's scale in float32 whatever the dtype of the other
+        weights, as Kimi K3's checkpoints.
       chunk_size: tokens the operator treats at once, a power of two.
 
     Raises:
@@ -45,6 +47,7 @@ class MixerConfig:
     gate_activation: Literal["sigmoid", "silu"] = "sigmoid"
     decay_init: Literal["published", "slow", "tied", "spread"] = "published"
     value_dim: int | None = None
+    float32_taps: bool = False
     chunk_size: int = 64
 
     def __post_init__(self) -> None:

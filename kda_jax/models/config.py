@@ -8,6 +8,8 @@ from jax.typing import DTypeLike
 from kda_jax.layers.attention import AttentionImplementation
 from kda_jax.layers.mixer import MIXERS, MixerConfig
 from kda_jax.layers.mla import MLAConfig
+from kda_jax.layers.mlp import SiTU
+from kda_jax.layers.moe import MoEConfig
 
 KINDS = (*MIXERS, "attention", "mla")
 """What a layer of the pattern may be: a mixer of `kda_jax.layers.MIXERS`, full attention, or latent attention."""
@@ -25,14 +27,18 @@ class HybridConfig:
         ("kda", "kda", "kda", "mla") is the report's 3:1 hybrid.
       num_layers: by default the length of the pattern; the last repetition may be cut.
       num_value_heads: of the linear mixers, a multiple of num_heads; by default num_heads.
-      mlp_width: hidden width of the SwiGLU, by default 4 * width.
+      mlp_width: hidden width of the dense gated MLP, by default 4 * width.
       mixer: choices of the linear mixers; the name in the pattern sets the fields that define it.
       mla: sizes of the MLA layers.
+      moe: experts in place of the dense MLP, in all but the first `dense_layers` layers; None for dense alone.
+      situ: bounds of every MLP's activation (Kimi K3); None for SwiGLU.
+      residual_block: layers in a block of attention residuals (Kimi K3); None for plain residuals.
       rope_theta: base of rotary positions in the "attention" layers; None for none (NoPE).
       tie_embeddings: the output projection is the embedding's transpose.
       dtype, param_dtype: of the computation and of the weights; A_log, dt_bias, decays and states are always float32.
       remat: recompute each layer in the backward instead of storing its intermediates.
       implementation: of the KDA operator; attention_implementation: of `jax.nn.dot_product_attention`. None chooses.
+      metadata: what else a checkpoint's config.json says, as JSON; kept for saving, no part of the model.
 
     Raises:
       ValueError: for a value out of range, naming the field.
@@ -48,6 +54,10 @@ class HybridConfig:
     mlp_width: int | None = None
     mixer: MixerConfig = dataclasses.field(default_factory=MixerConfig)
     mla: MLAConfig = dataclasses.field(default_factory=MLAConfig)
+    moe: MoEConfig | None = None
+    dense_layers: int = 0
+    situ: SiTU | None = None
+    residual_block: int | None = None
     rope_theta: float | None = None
     tie_embeddings: bool = False
     dtype: DTypeLike = jnp.float32
@@ -55,13 +65,18 @@ class HybridConfig:
     remat: bool = False
     implementation: str | tuple[str, ...] | None = None
     attention_implementation: AttentionImplementation | None = None
+    metadata: str = dataclasses.field(default="{}", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "num_heads", "head_dim", "num_layers", "num_value_heads", "mlp_width"):
+        required = ("vocab_size", "width", "num_heads", "head_dim")
+        for name in (*required, "num_layers", "num_value_heads", "mlp_width", "residual_block"):
             value = getattr(self, name)
-            required = name in ("vocab_size", "width", "num_heads", "head_dim")
-            if (value is None and required) or (value is not None and value < 1):
+            if (value is None and name in required) or (value is not None and value < 1):
                 raise ValueError(f"HybridConfig.{name} must be at least 1, got {value}")
+        if self.dense_layers < 0 or (self.dense_layers and self.moe is None):
+            raise ValueError(
+                f"HybridConfig.dense_layers must be at least 0, and 0 without moe, got {self.dense_layers}"
+            )
         if not self.pattern or isinstance(self.pattern, str):
             raise ValueError(f"HybridConfig.pattern must be a sequence of layer kinds, got {self.pattern!r}")
         object.__setattr__(self, "pattern", tuple(self.pattern))

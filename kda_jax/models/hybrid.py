@@ -1,5 +1,6 @@
 """A decoder-only language model whose layers mix linear and softmax attention in any pattern."""
 
+import functools
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -11,13 +12,16 @@ from kda_jax.layers.cache import AttentionCache, DeltaCache
 from kda_jax.layers.kda import KimiDeltaAttention
 from kda_jax.layers.mixer import mixer_config
 from kda_jax.layers.mla import LatentAttention
-from kda_jax.layers.mlp import SwiGLU
+from kda_jax.layers.mlp import GatedMLP, swiglu
+from kda_jax.layers.moe import MixtureOfExperts, balanced_bias
 from kda_jax.layers.norm import EPSILON
+from kda_jax.layers.residual import AttentionResidual, Stream
 from kda_jax.models.config import HybridConfig
 from kda_jax.ops.types import SegmentIds
 
 LayerCache = DeltaCache | AttentionCache
 Cache = tuple[LayerCache, ...]
+Load = Int[Array, " E"]
 
 
 class TokenMixer(Protocol):
@@ -46,25 +50,44 @@ def build_mixer(kind: str, config: HybridConfig, rngs: nnx.Rngs) -> TokenMixer:
 
 
 class Block(nnx.Module):
-    """x <- x + mixer(norm(x)); x <- x + mlp(norm(x))."""
+    """x <- x + mixer(norm(x)); x <- x + mlp(norm(x)).
 
-    def __init__(self, kind: str, config: HybridConfig, *, rngs: nnx.Rngs):
+    With attention residuals, each sublayer adds to the stream's total but reads a mixture of the stream's blocks.
+    """
+
+    def __init__(self, index: int, config: HybridConfig, *, rngs: nnx.Rngs):
         common: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
         self.mixer_norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
-        self.mixer = build_mixer(kind, config, rngs)
+        self.mixer = build_mixer(config.layers[index], config, rngs)
         self.mlp_norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
-        self.mlp = SwiGLU(config.width, config.mlp_width or 4 * config.width, **common)
+        activation = swiglu if config.situ is None else config.situ
+        self.mlp: GatedMLP | MixtureOfExperts
+        if config.moe is None or index < config.dense_layers:
+            self.mlp = GatedMLP(config.width, config.mlp_width or 4 * config.width, activation=activation, **common)
+        else:
+            self.mlp = MixtureOfExperts(config.width, config.moe, activation=activation, **common)
+        attend = functools.partial(AttentionResidual, config.width, param_dtype=config.param_dtype, rngs=rngs)
+        self.mixer_residual = None if config.residual_block is None else attend()
+        self.mlp_residual = None if config.residual_block is None else attend()
+        self.begins_block = config.residual_block is not None and index % config.residual_block == 0
 
     def __call__(
-        self, x: Float[Array, "B T D"], segment_ids: SegmentIds | None, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        self, stream: Stream, segment_ids: SegmentIds | None, cache: LayerCache | None
+    ) -> tuple[Stream, LayerCache | None, Load | None]:
+        """The stream and the cache after the block, and how many tokens chose each expert, None for a dense MLP."""
+        x = stream.read(self.mixer_residual)
+        stream = stream.begin_block() if self.begins_block else stream
         mixed, cache = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, cache=cache)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache
+        stream = stream.add(mixed)
+        x = self.mlp_norm(stream.read(self.mlp_residual))
+        if isinstance(self.mlp, GatedMLP):
+            return stream.add(self.mlp(x)), cache, None
+        y, load = self.mlp(x, segment_ids=segment_ids)
+        return stream.add(y), cache, load
 
 
 class HybridLM(nnx.Module):
-    """Embedding, pre-norm blocks of a mixer and a SwiGLU, RMSNorm, logits (Kimi Linear, section 4, with dense MLPs).
+    """Embedding, pre-norm blocks of a mixer and an MLP or experts, RMSNorm, logits (Kimi Linear, section 4).
 
     Positions come from the linear mixers' decay and convolutions (and from `rope_theta`, if set).
 
@@ -76,7 +99,10 @@ class HybridLM(nnx.Module):
         common: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.width, **common)
-        self.blocks = nnx.List([Block(kind, config, rngs=rngs) for kind in config.layers])
+        self.blocks = nnx.List([Block(index, config, rngs=rngs) for index in range(len(config.layers))])
+        self.residual = None
+        if config.residual_block is not None:
+            self.residual = AttentionResidual(config.width, param_dtype=config.param_dtype, rngs=rngs)
         self.norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
         if not config.tie_embeddings:
             small = nnx.initializers.normal(0.02)  # the published deviation: training starts near the uniform guess
@@ -99,16 +125,37 @@ class HybridLM(nnx.Module):
         Raises:
           ValueError: for a wrong shape or dtype, a cache of another length, or one that overflows (see `Attention`).
         """
+        logits, cache, _ = self._forward(tokens, segment_ids, cache)
+        return logits, cache
+
+    def logits_and_loads(
+        self, tokens: Int[Array, "B T"], *, segment_ids: SegmentIds | None = None
+    ) -> tuple[Float[Array, "B T vocab"], tuple[Load, ...]]:
+        """The logits of a plain call, and for each layer of experts how many tokens chose each, [E] int32."""
+        logits, _, loads = self._forward(tokens, segment_ids, None)
+        return logits, loads
+
+    def balance(self, loads: tuple[Load, ...], rate: float = 1e-3) -> None:
+        """Moves the routers' correction biases towards equal loads: after a training step, see `balanced_bias`."""
+        routers = [block.mlp.router for block in self.blocks if isinstance(block.mlp, MixtureOfExperts)]
+        for router, load in zip(routers, loads, strict=True):
+            router.bias[...] = balanced_bias(router.bias[...], load, rate)
+
+    def _forward(
+        self, tokens: Int[Array, "B T"], segment_ids: SegmentIds | None, cache: Cache | None
+    ) -> tuple[Float[Array, "B T vocab"], Cache | None, tuple[Load, ...]]:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache must have one entry for each of {len(self.blocks)} layers, got {len(cache)}")
         apply = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
-        x = self.embed(tokens)
+        stream = Stream(self.embed(tokens))
         caches: list[Any] = []
+        loads: list[Load] = []
         for i, block in enumerate(self.blocks):
-            x, layer_cache = apply(block, x, segment_ids, None if cache is None else cache[i])
+            stream, layer_cache, load = apply(block, stream, segment_ids, None if cache is None else cache[i])
             caches.append(layer_cache)
-        x = self.norm(x)
+            loads.extend([] if load is None else [load])
+        x = self.norm(stream.read(self.residual))
         logits = self.embed.attend(x) if self.config.tie_embeddings else self.lm_head(x)
-        return logits.astype(jnp.float32), None if cache is None else tuple(caches)
+        return logits.astype(jnp.float32), None if cache is None else tuple(caches), tuple(loads)
