@@ -45,12 +45,43 @@ def test_integer_inputs_are_refused():
         KimiDeltaAttention(8, 2, 4, rngs=nnx.Rngs(0))(jnp.ones((1, 3, 8), jnp.int32))
 
 
-def test_an_empty_sequence_keeps_the_state():
-    layer = KimiDeltaAttention(8, 2, 4, rngs=nnx.Rngs(0))
-    _, cache = layer(jnp.ones((2, 5, 8)))
-    y, after = layer(jnp.ones((2, 0, 8)), cache=cache)
-    assert y.shape == (2, 0, 8)
-    assert jnp.array_equal(cache.state, after.state)
+def leaves_equal(a, b):
+    return jax.tree.all(jax.tree.map(jnp.array_equal, a, b))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_tokens_and_padded_tokens_keep_the_cache(name):
+    """Bit for bit, in a row of its own: beside it another row goes on as it would without segment ids."""
+    layer = LAYERS[name](nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    _, cache = layer(x, cache=layer.init_cache(2, 9))
+    for ids in (None, jnp.ones((2, 0), jnp.int32)):
+        y, after = layer(x[:, :0], segment_ids=ids, cache=cache)
+        assert (y.shape, y.dtype) == ((2, 0, 8), x.dtype)
+        assert leaves_equal(cache, after)
+    (want, plain), (y, after) = (layer(x[:, :1], segment_ids=ids, cache=cache) for ids in (None, jnp.array([[0], [3]])))
+    first, second = ([leaf[row] for leaf in jax.tree.leaves(after)] for row in (0, 1))
+    assert leaves_equal(first, [leaf[0] for leaf in jax.tree.leaves(cache)])
+    assert not y[0].any()
+    for got, expected in zip([y[1], *second], [want[1], *(leaf[1] for leaf in jax.tree.leaves(plain))], strict=True):
+        assert jnp.allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_keeps_its_dtype():
+    """Also over a sequence, where the arithmetic is in float32."""
+    layer = LAYERS["kda"](nnx.Rngs(0))
+    cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer.init_cache(1))
+    for length in (5, 1):
+        _, cache = layer(jnp.ones((1, length, 8)), cache=cache)
+        assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("name", ["attention", "mla"])
+def test_a_cache_of_another_layer_is_refused(name):
+    """Of fewer heads, or of another kind."""
+    layer, other = LAYERS[name](nnx.Rngs(0)), Attention(8, 2, 4, num_kv_heads=1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"the cache holds entries of shapes \[.*\] a token, this layer's have \["):
+        layer(jnp.ones((1, 1, 8)), cache=other.init_cache(1, 4))
 
 
 def test_chunks_of_a_mixer_are_powers_of_two():
