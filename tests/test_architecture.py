@@ -34,7 +34,7 @@ LIBRARIES = {
     2: OPS | {"jax_triton", "jaxlib", "triton"},
     3: OPS,
     4: OPS | {"flax"},
-    5: OPS | {"flax", "ml_dtypes", "safetensors"},
+    5: OPS | {"flax", "ml_dtypes", "orbax", "safetensors", "tokenizers", "tqdm"},
     6: OPS | {"flax"},
 }
 BUDGETS = {

@@ -1,0 +1,119 @@
+"""The command that continues prompts, and the ways from text to tokens and back."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from generation_cases import CONFIG, build
+
+import kda_jax.models
+from kda_jax.models import generate
+from kda_jax.models.tokenizer import ByteTokenizer, decode_stream, load_tokenizer
+
+BYTES = dataclasses.replace(CONFIG, vocab_size=256)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """A directory whose model is `build(BYTES)`."""
+    loader = types.SimpleNamespace(load=lambda directory: (BYTES, build(BYTES)))
+    monkeypatch.setattr(kda_jax.models, "hf", loader, raising=False)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 300}))
+    return tmp_path
+
+
+def continued(prompts, **options):
+    tokens = generate.generate(build(BYTES), [list(p.encode()) for p in prompts], **options)
+    return [ByteTokenizer().decode(row) for row in tokens]
+
+
+def test_one_prompt(checkpoint, capsys):
+    generate.main([f"--checkpoint={checkpoint}", "--prompt=né", "--max_new_tokens=11"])
+    assert capsys.readouterr().out == continued(["né"], max_new_tokens=11)[0] + "\n"
+
+
+def test_a_batch_of_prompts(checkpoint, capsys):
+    flags = ["--temperature=0.9", "--top_k=40", "--top_p=0.9", "--min_p=0.01", "--seed=3", "--max_new_tokens=9"]
+    generate.main([f"--checkpoint={checkpoint}", "--prompt=one", "--prompt=another", *flags])
+    sampling = generate.Sampling(0.9, 40, 0.9, 0.01)
+    want = continued(["one", "another"], max_new_tokens=9, sampling=sampling, seed=3)
+    assert capsys.readouterr().out == "".join(f"{text}\n\n" for text in want)
+
+
+def test_the_text_ends_before_the_stop_token(checkpoint, capsys):
+    """The checkpoint's own, unless the command says another."""
+    (tokens,) = generate.generate(build(BYTES), [list(b"abc")], max_new_tokens=8)
+    eos, other = tokens[5], tokens[3]
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [999, eos]}))
+    assert generate.end_tokens(checkpoint) == [999, eos]
+    command = [f"--checkpoint={checkpoint}", "--prompt=abc", "--max_new_tokens=8"]
+    for stop, flags in {eos: [], other: [f"--stop_token={other}"]}.items():
+        generate.main([*command, *flags])
+        assert capsys.readouterr().out == ByteTokenizer().decode(tokens[: tokens.index(stop)]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top_p=0"], "Sampling.top_p must be in (0, 1], got 0.0"),
+        (["--temperature=warm"], "--temperature: invalid float value: 'warm'"),
+        (["--checkpoint=/no/such"], "--checkpoint=/no/such is not a directory"),
+        (["--top-q=1"], "unrecognized arguments: --top-q=1"),
+    ],
+    ids=str,
+)
+def test_wrong_flags(checkpoint, flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        generate.main([f"--checkpoint={checkpoint}", "--prompt=a", *flags])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt="], "error: a prompt must have at least one token"),
+        (["--max_new_tokens=0"], "error: max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_wrong_requests(checkpoint, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        generate.main([f"--checkpoint={checkpoint}", "--prompt=a", *flags])
+
+
+def test_bytes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("né ∑")) == "né ∑"
+    assert tokenizer.decode([104, 195, 300, 105]) == "h��i"
+
+
+def test_streamed_text_holds_back_half_a_character():
+    tokens = list("a∑é".encode())
+    texts = list(decode_stream(ByteTokenizer(), ([t] for t in tokens)))
+    assert "".join(texts) == "a∑é"
+    assert [text for text in texts if text] == ["a", "∑", "é"]
+    assert list(decode_stream(ByteTokenizer(), [[97], [226]])) == ["a", "�"]
+
+
+def test_the_tokenizer_of_the_checkpoint(tmp_path, monkeypatch):
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"tokenizer.json needs the package tokenizers: pip install"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizers_package(tmp_path):
+    """A real file of it."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("b a c") == [1, 0, 2]
+    assert tokenizer.decode(np.array([1, 0])) == "b a"
