@@ -1,12 +1,22 @@
 """Which inputs the kernels take: None, or the reason why not."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
+
+from kda_jax.ops.gates import Decay
 
 KEY_CHANNELS = (64, 128)
 VALUE_CHANNELS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
+
+# Of the decode step.
+STEP_CHANNELS = (32, 64, 96, 128, 192, 256)
+STEP_DTYPES = ("bfloat16", "float16", "float32")
+STATE_DTYPES = ("bfloat16", "float32")
+STEP_ROWS = 2**16 - 1  # blocks along an axis of CUDA's grid
 
 
 def unsupported_reason(
@@ -37,6 +47,28 @@ def unsupported_reason(
         return f"the number of value channels must be one of {VALUE_CHANNELS}, got {v.shape[-1]}"
     if 0 in v.shape:
         return f"v must not be empty, got shape {v.shape}"
+    return None
+
+
+def unsupported_step_reason(
+    inputs: Mapping[str, jax.Array], state: jax.Array, decay: Decay | None = None, *, platform: str | None = None
+) -> str | None:
+    """Why `kda_step_mosaic` cannot run on these arrays (q, k, v, then gate and beta by their names), or None; platform
+    as above.
+    """
+    if platform != "hopper" and (reason := _unsupported_device()):
+        return reason
+    parameters = {} if decay is None else {"decay.A_log": decay.A_log, "decay.dt_bias": decay.dt_bias}
+    for name, x in {**inputs, **parameters}.items():
+        if jnp.dtype(x.dtype).name not in STEP_DTYPES:
+            return f"{name} must have a dtype of {STEP_DTYPES}, got {x.dtype}"
+    if jnp.dtype(state.dtype).name not in STATE_DTYPES:
+        return f"the state must have a dtype of {STATE_DTYPES}, got {state.dtype}"
+    for kind, channels in zip(("key", "value"), state.shape[2:], strict=True):
+        if channels not in STEP_CHANNELS:
+            return f"the number of {kind} channels must be one of {STEP_CHANNELS}, got {channels}"
+    if not 0 < state.shape[0] <= STEP_ROWS:
+        return f"the number of sequences must be 1 to {STEP_ROWS}, got {state.shape[0]}"
     return None
 
 

@@ -54,14 +54,20 @@ def _unsupported_reason(name: str, q: Array, k: Array, v: Array, g: Array, packi
     return unsupported_reason(q, k, v, g, packed=packing is not None)
 
 
-def _run_first(names: tuple[str, ...], q, k, v, g, beta, *, packing, **options):
-    """The first of the named implementations that supports the inputs; their reasons when none does."""
+def first_supported(names: tuple[str, ...], reason: Callable[[str], str | None]) -> str:
+    """The first name without a reason against it; raises NotImplementedError with all reasons where there is none."""
     reasons = {}
     for name in names:
-        reasons[name] = _unsupported_reason(name, q, k, v, g, packing)
+        reasons[name] = reason(name)
         if reasons[name] is None:
-            return _IMPLEMENTATIONS[name](q, k, v, g, beta, packing=packing, **options)
+            return name
     raise NotImplementedError("; ".join(f"implementation {name!r}: {reason}" for name, reason in reasons.items()))
+
+
+def _run_first(names: tuple[str, ...], q, k, v, g, beta, *, packing, **options):
+    """The first of the named implementations that supports the inputs."""
+    name = first_supported(names, lambda name: _unsupported_reason(name, q, k, v, g, packing))
+    return _IMPLEMENTATIONS[name](q, k, v, g, beta, packing=packing, **options)
 
 
 def kda(

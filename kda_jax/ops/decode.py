@@ -1,13 +1,46 @@
 """The public operator over one token: decoding."""
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from kda_jax.ops import validate
-from kda_jax.ops.api import Implementation, check_names
-from kda_jax.ops.gates import Decay, l2_normalize, write_strength
+from kda_jax.ops.api import Implementation, check_names, first_supported
+from kda_jax.ops.gates import Decay
 from kda_jax.ops.prepare import STEP_DIMS
-from kda_jax.ops.scan import step
-from kda_jax.ops.types import State, StepBeta, StepLogDecay, StepQueries, StepValues, state_dtype
+from kda_jax.ops.scan import kda_token
+from kda_jax.ops.types import State, StepBeta, StepLogDecay, StepQueries, StepValues
+
+
+def _mosaic_gpu(*inputs, **options):
+    from pallas_kernels.step import kda_step_mosaic
+
+    return kda_step_mosaic(*inputs, **options)
+
+
+# Best first: the order of `implementation=None`.
+_IMPLEMENTATIONS: dict[str, Callable] = {"mosaic_gpu": _mosaic_gpu, "scan": kda_token}
+
+
+def _unsupported_reason(name, inputs, state, decay):
+    """Why the named implementation cannot run on these arrays here, or None."""
+    if name != "mosaic_gpu":
+        return None
+    from pallas_kernels.support import unsupported_step_reason
+
+    return unsupported_step_reason(inputs, state, decay)
+
+
+def _run(implementation, arrays, state, decay, *, scale, negative_eigenvalues):
+    """The first implementation that supports the arrays, checked here; from raw inputs if there is a `decay`."""
+    sizes = validate.check_inputs(arrays, STEP_DIMS)
+    validate.check_array("state", state, "B HV K V", sizes)
+    options = {"scale": validate.check_scale(scale, sizes), "negative_eigenvalues": negative_eigenvalues}
+    inputs, state = {name: jnp.asarray(x) for name, x in arrays.items()}, jnp.asarray(state)
+    names = check_names(implementation, _IMPLEMENTATIONS)
+    name = first_supported(names, functools.partial(_unsupported_reason, inputs=inputs, state=state, decay=decay))
+    return _IMPLEMENTATIONS[name](*inputs.values(), state, decay, **options)
 
 
 def kda_step(
@@ -29,7 +62,9 @@ def kda_step(
       q, k: [B, H, K]; v: [B, HV, V]; g: [B, HV, K] log decay in nats, <= 0; beta: [B, HV].
       state: [B, HV, K, V], of any float dtype; the arithmetic is float32 at least.
       scale: of the output; K**-0.5 by default.
-      implementation: None for the best that is supported, a name ("scan") or a sequence of names.
+      implementation: None for the best that is supported, a name ("mosaic_gpu", "scan") for that or an error, or a
+        sequence of names. On a Hopper GPU "mosaic_gpu" is one kernel that updates the state in place where it may: in a
+        loop, or given away by `jax.jit(..., donate_argnames="state")`. Its derivatives are those of "scan".
 
     Returns:
       o: [B, HV, V] in v's dtype.
@@ -37,13 +72,10 @@ def kda_step(
 
     Raises:
       ValueError, TypeError: at trace time, naming the argument, what it is and what was expected.
+      NotImplementedError: with the reason, where no implementation asked for supports the inputs.
     """
-    sizes = validate.check_inputs({"q": q, "k": k, "v": v, "g": g, "beta": beta}, STEP_DIMS)
-    validate.check_array("state", state, "B HV K V", sizes)
-    check_names(implementation, ("scan",))
-    state = jnp.asarray(state)
-    o, new_state = step(q, k, v, g, beta, state.astype(state_dtype(state.dtype)), validate.check_scale(scale, sizes))
-    return o.astype(v.dtype), new_state.astype(state.dtype)
+    arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return _run(implementation, arrays, state, None, scale=scale, negative_eigenvalues=False)
 
 
 def kda_raw_step(
@@ -65,13 +97,4 @@ def kda_raw_step(
     """
     arrays = {"q": q, "k": k, "v": v, "g_raw": g_raw, "beta_raw": beta_raw}
     validate.check_decay(decay, validate.check_inputs(arrays, STEP_DIMS))
-    return kda_step(
-        l2_normalize(q),
-        l2_normalize(k),
-        v,
-        decay(g_raw),
-        write_strength(beta_raw, negative_eigenvalues),
-        state,
-        scale=scale,
-        implementation=implementation,
-    )
+    return _run(implementation, arrays, state, decay, scale=scale, negative_eigenvalues=negative_eigenvalues)

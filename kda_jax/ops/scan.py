@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.packing import Packing
 from kda_jax.ops.types import (
     Beta,
@@ -15,6 +16,7 @@ from kda_jax.ops.types import (
     StepQueries,
     StepValues,
     Values,
+    state_dtype,
 )
 
 _einsum = jax.tree_util.Partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -33,6 +35,25 @@ def step(
     error = v - _einsum("bhkv,bhk->bhv", state, k)
     state = state + _einsum("bh,bhk,bhv->bhkv", beta, k, error)
     return scale * _einsum("bhkv,bhk->bhv", state, q), state
+
+
+def kda_token(
+    q: StepQueries,
+    k: StepQueries,
+    v: StepValues,
+    g: StepLogDecay,
+    beta: StepBeta,
+    state: State,
+    decay: Decay | None = None,
+    *,
+    scale: float,
+    negative_eigenvalues: bool = False,
+) -> tuple[StepValues, State]:
+    """`kda_jax.kda_step`, or `kda_raw_step` if there is a `decay`: o in v's dtype, the new state in that of the old."""
+    if decay is not None:
+        q, k, g, beta = l2_normalize(q), l2_normalize(k), decay(g), write_strength(beta, negative_eigenvalues)
+    o, new_state = step(q, k, v, g, beta, state.astype(state_dtype(state.dtype)), scale)
+    return o.astype(v.dtype), new_state.astype(state.dtype)
 
 
 def kda_scan(
