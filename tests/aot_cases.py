@@ -2,12 +2,14 @@
 dtype), ...]).
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.config import Config
+from pallas_kernels.decode import Activation, decode
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
@@ -31,3 +33,21 @@ def cases() -> Iterator[Case]:
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, T, H, K, V, dtype, scale=K**-0.5, config=config, has_state=True)
             yield f"scan {label}, {config}", scan, [*prepared, ((B, H, K, V), f32)]
+    yield from decode_cases()
+
+
+def decode_cases() -> Iterator[Case]:
+    """The step, raw: from a softplus decay, whose activation takes the most registers."""
+    B, H, dtype, f32 = 64, 32, jnp.bfloat16, jnp.float32
+    step = functools.partial(decode, scale=1.0, activation=Activation(None, True))
+    for K, V, state in (
+        (128, 128, f32),
+        (128, 128, dtype),
+        (64, 64, f32),
+        (96, 32, f32),
+        (192, 256, dtype),
+        (256, 96, f32),
+    ):
+        inputs = [((B, H, K), dtype), ((B, H, K), dtype), ((B, H, V), dtype), ((B, H, K), dtype), ((B, H), dtype)]
+        parameters = [((H,), f32), ((H, K), f32)]
+        yield f"decode {K} {V}, {jnp.dtype(state).name} state", step, [*inputs, ((B, H, K, V), state), *parameters]
