@@ -12,13 +12,14 @@ block's. A decay that underflows is 0, the right value, and a reset of the state
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-TILE = 16  # tokens of a tile: with g >= -5, factors anchored at its first token reach exp(15 * 5), a float32
+TILE = 16  # tokens of a tile: with g >= -5, decays in it stay above exp(-16 * 5), so that float32 can divide by them
 
 _exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -74,20 +75,23 @@ def _pairs(x: Array) -> tuple[Array, Array]:
 
 
 def _score(rows: Array, k: Array, einsum: Callable) -> Array:
-    """rows [*chunk, R, m, s, K] times k [*chunk, m, s, K], block by block: [*chunk, R, m, s, s]."""
-    return einsum("...rmik,...mjk->...rmij", rows, k)
+    """rows times k, both [*chunk, m, s, K], block by block: [*chunk, m, s, s]."""
+    return einsum("...ik,...jk->...ij", rows, k)
 
 
-def _bounded_scores(rows: Array, k: Array, g: Array, einsum: Callable) -> Array:
-    """`decayed_scores` within blocks of s <= TILE tokens, [*chunk, R, m, s, s], by one product; needs g >= -5."""
-    G = jnp.cumsum(g, axis=-2) - g[..., :1, :]
-    return jnp.tril(_score(rows * jnp.exp(G)[..., None, :, :, :], k * jnp.exp(-G), einsum), -1)
+def _bounded_scores(rows: Iterable[Array], k: Array, U: Array, einsum: Callable) -> tuple[Array, ...]:
+    """`decayed_scores` within blocks of s <= TILE tokens, each [*chunk, m, s, s], by one product, from P_ij = U_i / U_j.
+
+    With g >= -5 and a factor in the middle of U's range, no operand grows or shrinks by more than exp(40).
+    """
+    U = U * math.exp(2.5 * TILE)
+    return tuple(jnp.tril(_score(x * U, k / U, einsum), -1) for x in rows)
 
 
 def decayed_scores(
-    rows: Array, k: Array, g: Array, reset: Array | None, g_min: float | None, einsum: Callable
-) -> tuple[Array, Array, Array]:
-    """Stage 1: sum_d rows_i k_j P_ij for i > j, [*chunk, R, C, C], of R kinds of rows [*chunk, R, C, K], and U, D.
+    rows: tuple[Array, ...], k: Array, g: Array, reset: Array | None, g_min: float | None, einsum: Callable
+) -> tuple[tuple[Array, ...], Array, Array]:
+    """Stage 1: sum_d rows_i k_j P_ij for i > j, [*chunk, C, C], of each kind of rows [*chunk, C, K], and U, D.
 
     k and g are [*chunk, C, K], as U and D are; `reset`, [*chunk, C, 1], marks tokens before which the state is zero.
     """
@@ -95,24 +99,26 @@ def decayed_scores(
     a = jnp.exp(g) if reset is None else jnp.where(reset, 0, jnp.exp(g))
     tile = min(TILE, C) if g_min is not None and reset is None else 1
     U, D = _blocks(a, 1), jnp.ones_like(_blocks(a, 1))
-    scores = jnp.zeros_like(a, shape=(*rows.shape[:-1], 1, 1))
+    scores = (jnp.zeros_like(a, shape=(*a.shape[:-1], 1, 1)),) * len(rows)
     size = 1
     while size < C:
-        (_, row1), (k0, _), (U0, U1), (D0, D1) = (_pairs(x) for x in (_blocks(rows, size), _blocks(k, size), U, D))
+        (k0, _), (U0, U1), (D0, D1) = (_pairs(x) for x in (_blocks(k, size), U, D))
         if size >= tile:
-            top, bottom = _pairs(scores)
-            scores = _lower_blocks(top, _score(row1 * U1[..., None, :, :, :], k0 * D0, einsum), bottom)
+            corners = (_score(_pairs(_blocks(x, size))[1] * U1, k0 * D0, einsum) for x in rows)
+            scores = tuple(
+                _lower_blocks(top, corner, bottom)
+                for (top, bottom), corner in zip(map(_pairs, scores), corners, strict=True)
+            )
         U = jnp.concatenate([U0, U1 * U0[..., -1:, :]], axis=-2)
         D = jnp.concatenate([D0 * U1[..., -1:, :], D1], axis=-2)
         # Else XLA computes every level again from the first.
         scores, U, D = jax.lax.optimization_barrier((scores, U, D))
         size *= 2
         if size == tile:
-            scores = _bounded_scores(_blocks(rows, size), _blocks(k, size), _blocks(g, size), einsum)
-    return scores[..., 0, :, :], U[..., 0, :, :], D[..., 0, :, :]
+            scores = _bounded_scores((_blocks(x, size) for x in rows), _blocks(k, size), U, einsum)
+    return tuple(x[..., 0, :, :] for x in scores), U[..., 0, :, :], D[..., 0, :, :]
 
 
-def own_score(q: Array, k: Array) -> Array:
-    """The diagonal matrix [*chunk, C, C] of the scores of each token with itself, which no decay enters."""
-    own = jnp.sum(q * k, axis=-1, keepdims=True)
-    return own * _eye(k.shape[-2], own)
+def on_diagonal(x: Float[Array, "*chunk C"]) -> Float[Array, "*chunk C C"]:
+    """The diagonal matrices of x: a token's score with itself, which no decay enters."""
+    return x[..., None] * _eye(x.shape[-1], x[..., None])

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kda_jax.ops import validate
-from kda_jax.ops.chunk import from_chunks, kda_chunk, to_chunks
-from kda_jax.ops.intra import decayed_scores, own_score, unit_lower_inverse
+from kda_jax.ops.chunk import from_chunks, heads_first, kda_chunk, to_chunks
+from kda_jax.ops.intra import decayed_scores, on_diagonal, unit_lower_inverse
 from kda_jax.ops.prepare import resolve_state, run_sequence
 from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values, state_dtype
 
@@ -120,15 +120,14 @@ def dplr_attention(
     if 0 in v.shape:
         return jnp.zeros_like(v), S
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    q, k, v_chunks, g, a, c = (to_chunks(x.astype(S.dtype), chunk_size) for x in arrays.values())
+    q, k, v_chunks, g, a, c = (heads_first(to_chunks(x.astype(S.dtype), chunk_size)) for x in arrays.values())
 
     # A token's e reads the state before it: c sits one row early among the rows, and a chunk's first c reads S itself.
     early = jnp.concatenate([c[..., 1:, :], jnp.zeros_like(c[..., :1, :])], axis=-2)
-    rows = jnp.stack([q, early], axis=-3)
-    with_k, U, D = decayed_scores(rows, k, g, None, None, einsum)
-    with_a, _, _ = decayed_scores(rows, a, g, None, None, einsum)
-    Qk, Qa = with_k[..., 0, :, :] + own_score(q, k), with_a[..., 0, :, :] + own_score(q, a)
-    Ck, Ca = with_k[..., 1, :, :] + own_score(early, k), with_a[..., 1, :, :] + own_score(early, a)
+    with_k, U, D = decayed_scores((q, early), k, g, None, None, einsum)
+    with_a, _, _ = decayed_scores((q, early), a, g, None, None, einsum)
+    Qk, Ck = (scores + _own(x, k) for scores, x in zip(with_k, (q, early), strict=True))
+    Qa, Ca = (scores + _own(x, a) for scores, x in zip(with_a, (q, early), strict=True))
     cU = jnp.concatenate([c[..., :1, :], c[..., 1:, :] * U[..., :-1, :]], axis=-2)
     X = unit_lower_inverse(-_later(Ca))
     w = einsum("...ij,...jk->...ik", X, cU)
@@ -143,7 +142,12 @@ def dplr_attention(
     final_state, (before, e) = jax.lax.scan(chunk, S, (w, u, a * D, written, U[..., -1, :]))
     o = einsum("...ck,...kv->...cv", q * U, before) + einsum("...ij,...jv->...iv", Qa, e)
     o = scale * (o + einsum("...ij,...jv->...iv", Qk, v_chunks))
-    return from_chunks(o)[:, : v.shape[1]].astype(v.dtype), final_state
+    return from_chunks(heads_first(o))[:, : v.shape[1]].astype(v.dtype), final_state
+
+
+def _own(x: Array, y: Array) -> Array:
+    """The diagonal matrices of x_i . y_i."""
+    return on_diagonal(jnp.sum(x * y, axis=-1))
 
 
 def _later(x: Float[Array, "*chunk C n"]) -> Float[Array, "*chunk C n"]:
