@@ -15,6 +15,13 @@ from pallas_kernels.prepare import CHUNK, make_prepare
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
 
+def unsupported_reason(dtype: Any, scale: float) -> str | None:
+    """Why inputs that `forward` takes have no backward kernels, or None."""
+    if dtype != jnp.bfloat16:
+        return f"the backward kernels take bfloat16, got {dtype}"
+    return "the backward kernels divide by scale, which is 0" if scale == 0 else None
+
+
 def backward(
     inputs: tuple[jax.Array, ...],
     initial_state: jax.Array | None,

@@ -18,7 +18,7 @@ p + k t from a token to the end of its odd run, or from the start of its even ru
 above 1, no difference of sums (notation and reasons as in `prepare`; Kimi Linear, arXiv 2510.26692, section 3).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,9 @@ from pallas_kernels.memory import tile
 from pallas_kernels.prepare import CHUNK, LOG2E
 from pallas_kernels.within import iota, times, zeros
 
-CHANNELS = rg.ROWS  # key channels a block
+CHANNELS = rg.ROWS  # key channels of a kernel's block
+BLOCK = rg.BLOCK
+BLOCKS = CHUNK // BLOCK
 f32 = jnp.float32
 
 
@@ -47,25 +49,99 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(body, plgpu.ACC((rg.ROWS, rg.ROWS), f32))
 
 
-def within_chunk(
-    q: jax.Array, k: jax.Array, e: jax.Array, X: Any, Y: Any, interpret: bool
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What the scores give to dq, dk, dg, and U, D of the chunk: q, k, e = exp(g) are [64 channels, 64 tokens]; X, Y as
-    `levels.store_pairs` leaves them.
-    """
+class Chunk(NamedTuple):
+    """A chunk in shared memory."""
+
+    q: Any  # [64 tokens, 64 channels]
+    k: Any
+    X: Any  # [64, 64] as `levels.store_pairs` leaves them
+    Y: Any
+
+    def load(self, ref: Any, b: int) -> jax.Array:
+        """Block b, [64 channels, 16 tokens]. Loaded where it is used: registers are scarce."""
+        return plgpu.load(ref.at[pl.ds(b * BLOCK, BLOCK)].T, layout=rg.LAYOUT)
+
+
+class Block(NamedTuple):
+    """What belongs to 16 tokens: arrays [64 channels, 16]."""
+
+    U: jax.Array
+    D: jax.Array
+    dq: jax.Array
+    dk: jax.Array
+    dg: jax.Array
+
+
+def within_block(b: int, e: jax.Array, chunk: Chunk, interpret: bool) -> Block:
+    """What the pairs of block b give; e = exp(g)."""
     kw = {"interpret": interpret}
-    U, D, dg = e, jnp.ones_like(e), zeros(CHUNK)
-    dq, dk = lv.pair_product(k, X, 0, **kw), lv.pair_product(q, X, 0, **kw)
+    q, k = chunk.load(chunk.q, b), chunk.load(chunk.k, b)
+    X, Y, own = chunk.X, chunk.Y, (b, b)
+    U, D, zero = e, zeros(BLOCK) + 1.0, zeros(BLOCK)
+    dq, dk, dg = lv.add_product(zero, k, X, *own, 0, **kw), lv.add_product(zero, q, X, *own, 0, **kw), zero
     for s in lv.LEVELS:
         F, z = lv.by_run(s, U, D, **kw), lv.by_run(s, q, k, **kw)
-        p = F * lv.pair_product(times(z, F), X, s, **kw)
-        t = F * lv.pair_product(times(k, F), Y, s, **kw)
-        dq = lv.by_run(s, dq + p, dq, **kw)
-        dk = dk + lv.by_run(s, t, t + p, **kw)
-        dg = lv.add_sums(dg, z.astype(f32) * p + k.astype(f32) * t, s, **kw)
+        p = F * lv.add_product(zero, times(z, F), X, *own, s, **kw)
+        t = F * lv.add_product(zero, times(k, F), Y, *own, s, **kw)
+        dq, dk = lv.by_run(s, dq + p, dq, **kw), dk + lv.by_run(s, t, t + p, **kw)
+        dg = lv.add_sums(dg, _between(z, k, p, t), s, **kw)
         grown = F * lv.sibling_end(U, s, **kw)
         U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
-    return dq, dk, dg, U, D
+    return Block(U, D, dq, dk, dg)
+
+
+def between_runs(blocks: list[Block], n: int, chunk: Chunk, interpret: bool) -> list[Block]:
+    """What the pairs of an odd run of n blocks and the even run before it add."""
+    kw = {"interpret": interpret}
+    odd = [b & n == n for b in range(BLOCKS)]
+    F = [x.U if o else x.D for x, o in zip(blocks, odd, strict=True)]
+    k = [chunk.load(chunk.k, b) for b in range(BLOCKS)]
+    z = [chunk.load(chunk.q, b) if odd[b] else k[b] for b in range(BLOCKS)]
+    zF, kF = ([times(x, f) for x, f in zip(y, F, strict=True)] for y in (z, k))
+    out, between = [], []
+    for b, x in enumerate(blocks):
+        p = t = zeros(BLOCK)
+        for c in range(BLOCKS):
+            if (b ^ c).bit_length() == n.bit_length():
+                p, t = lv.add_product(p, zF[c], chunk.X, c, b, **kw), lv.add_product(t, kF[c], chunk.Y, c, b, **kw)
+        p, t = F[b] * p, F[b] * t
+        between.append(_between(z[b], k[b], p, t))
+        grown = F[b] * lv.block_end(blocks[(b ^ n) | (n - 1)].U, **kw)
+        if odd[b]:
+            out.append(x._replace(dq=x.dq + p, dk=x.dk + t, U=grown))
+        else:
+            out.append(x._replace(dk=x.dk + t + p, D=grown))
+    dg = add_sums([x.dg for x in out], between, n, odd, interpret)
+    return [x._replace(dg=y) for x, y in zip(out, dg, strict=True)]
+
+
+def _between(z: jax.Array, k: jax.Array, p: jax.Array, t: jax.Array) -> jax.Array:
+    """What a token gives to dg at the tokens between it and its partners."""
+    return (z.astype(f32) * p + k.astype(f32) * t).astype(jnp.bfloat16)
+
+
+def add_sums(
+    totals: list[jax.Array], x: list[jax.Array], n: int, later: list[bool], interpret: bool
+) -> list[jax.Array]:
+    """totals of the blocks + sums of x over a run of n blocks: from the token to the run's end in blocks that are
+    `later`, else from the run's start to before the token.
+    """
+    out = []
+    for b, total in enumerate(totals):
+        total = lv.add_sums(total, x[b], BLOCK, later=later[b], interpret=interpret)
+        for c in range(BLOCKS):
+            if c // n == b // n and c != b and (c > b) == later[b]:
+                total = lv.add_total(total, x[c], interpret=interpret)
+        out.append(total)
+    return out
+
+
+def _columns(x: jax.Array) -> list[jax.Array]:
+    return [x[:, b * BLOCK : (b + 1) * BLOCK] for b in range(BLOCKS)]
+
+
+def _whole(blocks: list[Block], name: str) -> jax.Array:
+    return jnp.concatenate([getattr(x, name) for x in blocks], 1)
 
 
 def make_backward_chunk(
@@ -105,36 +181,40 @@ def make_backward_chunk(
 
         @pl.when(part == 0)
         def _() -> None:
-            tokens = iota(0, 8) + n * CHUNK
             own = jnp.sum(jnp.where(row == column, lower, zeros(CHUNK)), 1)
             own = lax.broadcast_in_dim(own, (rg.ROWS, 8), (0,))
-            strength = memory.gather_rows(beta.at[b, :, h], tokens, **kw)
-            memory.scatter_rows(dbeta.at[b, :, h], tokens, own / (strength * strength), **kw)
+            strength = memory.gather_rows(beta.at[b, rows, h], iota(0, 8), **kw)
+            memory.store_rows(dbeta.at[b, rows, h], own / (strength * strength), **kw)
 
         plgpu.commit_smem()
 
         # 2. pairs in the chunk
         plgpu.barrier_wait(for_keys)
-        query, key = (plgpu.load(x.T, layout=rg.LAYOUT) for x in (qs, ks))
-        dq_chunk, dk_chunk, dg_chunk, U, D = within_chunk(query, key, e, X, Y, emulated)
+        chunk = Chunk(qs, ks, X, Y)
+        blocks = [within_block(b, x, chunk, emulated) for b, x in enumerate(_columns(e))]
+        for run in (1, 2):
+            blocks = between_runs(blocks, run, chunk, emulated)
+        U, D, dq_chunk, dk_chunk = (_whole(blocks, name) for name in ("U", "D", "dq", "dk"))
 
         # 3. through the states
         plgpu.barrier_wait(for_states)
-        key = key.astype(f32)
+        query, key = (plgpu.load(x.T, layout=rg.LAYOUT).astype(f32) for x in (qs, ks))
         y = U * _product(Ss.T, dos.T) * scale
-        dq_chunk, to_end = dq_chunk + y, query.astype(f32) * y
+        dq_chunk, to_end = dq_chunk + y, query * y
         plgpu.commit_smem()
         qs.T[...] = dq_chunk.astype(dtype)
         y = U * _product(Ss.T, dvs.T)
         dk_chunk, to_end = dk_chunk - y, to_end - key * y
-        dg_chunk = lv.add_sums(dg_chunk, to_end, CHUNK, reverse=True, **kw)
+        dg_chunk = add_sums([x.dg for x in blocks], _columns(to_end.astype(jnp.bfloat16)), BLOCKS, [True] * 4, emulated)
         y = D * _product(dSs.T, vs.T) * scale
         ks.T[...] = (dk_chunk + y).astype(dtype)
         plgpu.commit_smem()
         for source, target in ((qs, dq), (ks, dk)):
             plgpu.copy_smem_to_gmem(source, target.at[b, rows, h, channels])
-        dg_chunk = lv.add_sums(dg_chunk, key * y, CHUNK, reverse=False, **kw)
-        decayed = scale * lv.last_token(U, **kw)
+        dg_chunk = add_sums(dg_chunk, _columns((key * y).astype(jnp.bfloat16)), BLOCKS, [False] * 4, emulated)
+        dg_chunk = jnp.concatenate(dg_chunk, 1)
+        end = lv.block_end(blocks[-1].U, **kw)
+        decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
         overlap = zeros(CHUNK)
         for start in range(0, V, CHUNK):
             state, gradient = (plgpu.load(x.at[pl.ds(start, CHUNK)].T, layout=rg.LAYOUT) for x in (Ss, dSs))
@@ -161,7 +241,10 @@ def make_backward_chunk(
             *[plgpu.Barrier(num_arrivals=2)] * 2,
         ],
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            unsafe_no_auto_barriers=True,
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # all sums stay within a warp
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -99,10 +99,13 @@ def make_backward_scan(
                         update[...] = decayed
                     plgpu.wgmma(update, cotangents, qs.at[s])
                     store(state, previous, n)
-                    negative = (-plgpu.wgmma_accumulator_load(corrections, wait_n=1)).astype(dtype)
+                    exact = -plgpu.wgmma_accumulator_load(corrections, wait_n=1)
+                    negative = exact.astype(dtype)
                     multiply(update, negative, ws.at[s])
+                    # both halves: with correlated keys dv is a small difference of these
                     multiply(outputs, negative, Xs.at[s].T)
-                    Z_next = plgpu.wgmma_accumulator_load(update, wait_n=1)
+                    multiply(outputs, (exact - negative.astype(f32)).astype(dtype), Xs.at[s].T)
+                    Z_next = plgpu.wgmma_accumulator_load(update, wait_n=2)
                     return decayed + Z_next if emulated else Z_next, (outputs[...] * -scale).astype(dtype)
 
                 def forward(corrections: Any, update: Any) -> tuple[jax.Array, jax.Array]:

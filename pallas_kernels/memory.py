@@ -92,18 +92,18 @@ def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
     return piece(ref, index)
 
 
-def scatter_rows(ref: Any, index: jax.Array, x: jax.Array, *, interpret: bool) -> None:
-    """ref[index] = x for a float32 vector in global memory, both [64, n] and the same in all columns."""
+def store_rows(ref: Any, x: jax.Array, *, interpret: bool) -> None:
+    """ref [64] in global memory = any column of float32 x [64, n], which are all the same."""
     if interpret:
-        ref[index[:, 0]] = x[:, 0]
+        ref[...] = x[:, 0]
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT))
-    def piece(_, ref, index, x):
-        for row, value in zip(rg.elements(index)[0], rg.elements(x)[0], strict=True):
-            memref.store(value[0], ref, [rg.index(row[0])])
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def piece(_, ref, x):
+        for h, (value, _) in enumerate(rg.elements(x)[0]):
+            memref.store(value, ref, _transposed_place(0, h, 0)[1:])
 
-    piece(ref, index, x)
+    piece(ref, x)
 
 
 def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:

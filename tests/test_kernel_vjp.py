@@ -14,6 +14,7 @@ from tolerances import assert_close
 
 from kda_jax.ops.chunk import kda_chunk
 from pallas_kernels import mapping, vjp
+from pallas_kernels.backward import unsupported_reason
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 8, 16
 SCALE = K**-0.5
@@ -28,7 +29,17 @@ def stand_in(monkeypatch):
             initial_state = jnp.zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
         return kda_chunk(q, k, v, g, beta, scale=scale, initial_state=initial_state)[:2]
 
+    def backward(inputs, initial_state, cotangents, *, scale, g_min, config, interpret):
+        def chunk_form(*arrays):
+            *inputs, state = arrays if initial_state is not None else (*arrays, None)
+            return forward(*inputs, state, scale=scale, g_min=g_min, config=config, interpret=interpret)
+
+        state = () if initial_state is None else (initial_state,)
+        return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
+
     monkeypatch.setattr(vjp, "forward", forward)
+    monkeypatch.setattr(vjp, "backward", backward)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda dtype, scale: None)
     mapping.over_batch_and_heads.cache_clear()
 
 
@@ -54,7 +65,7 @@ def run(*arrays):
     return vjp.kda_mosaic(*arrays, scale=SCALE, initial_state=state)
 
 
-def test_gradients_of_every_input(rng):
+def check_gradients(rng):
     arrays = inputs(rng)
     do, dstate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, HV, V), (B, HV, K, V)))
     (o, state), pull = jax.jit(lambda *x: jax.vjp(run, *x))(*arrays)
@@ -65,6 +76,19 @@ def test_gradients_of_every_input(rng):
         ("q", "k", "v", "g", "beta", "initial_state"), pull((do, dstate)), want, strict=True
     ):
         assert_close(got, expected, 1e-4, name)
+
+
+def test_gradients_without_backward_kernels_are_those_of_the_chunk_form(rng, monkeypatch):
+    monkeypatch.setattr(vjp, "unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(vjp, "backward", None)
+    assert "bfloat16, got float32" in unsupported_reason(jnp.dtype(jnp.float32), SCALE)
+    assert "scale" in unsupported_reason(jnp.dtype(jnp.bfloat16), 0.0)
+    assert unsupported_reason(jnp.dtype(jnp.bfloat16), SCALE) is None
+    check_gradients(rng)
+
+
+def test_gradients_of_every_input(rng):
+    check_gradients(rng)
 
 
 def test_no_initial_state_is_zero(rng):
@@ -107,6 +131,21 @@ def test_shard_map_checks_and_differentiates(rng):
         assert_close(x, y, 1e-4, name)
 
 
+COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute")
+
+
+@pytest.mark.parametrize("heads", [H, HV])
+def test_gradients_stay_on_their_device(rng, heads):
+    arrays = [jax.device_put(x, NamedSharding(mesh(), s)) for x, s in zip(inputs(rng, heads=heads), SPECS, strict=True)]
+
+    def gradients(*x):
+        out, pull = jax.vjp(run, *x)
+        return pull(out)
+
+    text = jax.jit(gradients).lower(*arrays).compile().as_text()
+    assert not any(collective in text for collective in COLLECTIVES)
+
+
 @pytest.mark.parametrize("heads", [H, HV])
 def test_partitioned_over_batch_and_heads(rng, heads):
     arrays = [
@@ -114,8 +153,7 @@ def test_partitioned_over_batch_and_heads(rng, heads):
     ]
     compiled = jax.jit(run).lower(*arrays).compile()
     text = compiled.as_text()
-    for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
-        assert collective not in text
+    assert not any(collective in text for collective in COLLECTIVES)
     o, state = compiled(*arrays)
     assert o.sharding.spec == HEADS or o.sharding.is_equivalent_to(NamedSharding(mesh(), HEADS), o.ndim)
     want_o, want_state = oracle(*arrays, scale=SCALE)
