@@ -16,7 +16,7 @@ CONFIG = HybridConfig(
     width=12,
     num_heads=2,
     head_dim=4,
-    pattern=("kda", "attention", "mla", "gdn"),
+    pattern=("kda", "attention", "mla"),
     mlp_width=10,
     rope_theta=100.0,
     mixer=MixerConfig(chunk_size=16),

@@ -13,7 +13,7 @@ import kda_jax.models
 from kda_jax.models import generate
 from kda_jax.models.tokenizer import ByteTokenizer, decode_stream, load_tokenizer
 
-BYTES = dataclasses.replace(CONFIG, vocab_size=256)
+BYTES = dataclasses.replace(CONFIG, vocab_size=256, pattern=("kda",))
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.tree_util import PyTreeDef
 from jaxtyping import Int
 
 from kda_jax.models.hybrid import Cache, HybridLM
@@ -137,7 +138,9 @@ class Decoder:
 
     def __init__(self, model: HybridLM):
         self.vocab_size = model.config.vocab_size
-        self._graphdef, self._params = nnx.split(model)
+        graphdef, params = nnx.split(model)
+        self._params, structure = jax.tree.flatten(params)
+        self._prefill, self._decode = _programs(graphdef, structure)
         self._init_cache = jax.jit(model.init_cache, static_argnums=(0, 1))
 
     def init_cache(self, batch_size: int, capacity: int) -> Cache:
@@ -152,7 +155,7 @@ class Decoder:
 
     def prefill(self, cache: Cache, piece: Piece) -> Cache:
         """The cache with the tokens of `piece` after those that it holds; its padding leaves no trace."""
-        return _prefill(self._graphdef, self._params, cache, *piece)
+        return self._prefill(self._params, cache, *piece)
 
     def decode(self, state: Decoding, steps: int) -> tuple[Decoding, Int[Array, "B steps"]]:
         """At most `steps` tokens more for every row that generates.
@@ -160,24 +163,34 @@ class Decoder:
         Returns:
           The rows, and the new tokens [B, steps], NOTHING where a row had ended. A stop token is the row's last one.
         """
-        return _decode(self._graphdef, self._params, state, steps)
+        return self._decode(self._params, state, steps)
 
 
-@functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
-def _prefill(graphdef, params, cache, tokens, segment_ids):
+@functools.cache
+def _programs(graphdef: nnx.GraphDef, structure: PyTreeDef) -> tuple[Callable, Callable]:
+    """The same two for all models of one structure. They take a list of parameters, whose tree no call need walk."""
+
+    def model(params: list[Array]) -> HybridLM:
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, params))
+
+    prefill = jax.jit(functools.partial(_prefill, model), donate_argnames="cache")
+    decode = jax.jit(functools.partial(_decode, model), static_argnames="steps", donate_argnames="state")
+    return prefill, decode
+
+
+def _prefill(model, params, cache, tokens, segment_ids):
     """Nothing reads the logits, so they are not computed: the prompt's last token comes with the first step."""
-    return nnx.merge(graphdef, params)(tokens, segment_ids=segment_ids, cache=cache)[1]
+    return model(params)(tokens, segment_ids=segment_ids, cache=cache)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "steps"), donate_argnames="state")
-def _decode(graphdef, params, state, steps):
+def _decode(model, params, state, steps):
     def proceed(carry):
         step, state, _ = carry
         return (step < steps) & jnp.any(state.active)
 
     def advance(carry):
         step, state, tokens = carry
-        state, new = _step(nnx.merge(graphdef, params), state)
+        state, new = _step(model(params), state)
         return step + 1, state, tokens.at[:, step].set(new)
 
     tokens = jnp.full((state.token.shape[0], steps), NOTHING, jnp.int32)
