@@ -138,7 +138,7 @@ def _log_decay(x: jax.Array, speed: jax.Array, activation: Activation) -> jax.Ar
 def _log1p(x: jax.Array) -> jax.Array:
     """log(1 + x) for x in [0, 1], to 2e-7 of it: 2 artanh(x / (2 + x)) as a series. Mosaic has no log1p."""
     s = x / (2 + x)
-    series = 1 / 13
-    for n in (11, 9, 7, 5, 3, 1):
+    series = (s * s) / 13 + 1 / 11
+    for n in (9, 7, 5, 3, 1):
         series = series * (s * s) + 1 / n
     return 2 * s * series

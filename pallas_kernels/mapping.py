@@ -1,7 +1,7 @@
 """What every kernel needs to be a function of JAX: a rule for vmap, one for sharded inputs, and `shard_map`'s types."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 Run = Callable[..., tuple[jax.Array, ...]]
 
 
-def as_varying[*Arrays](outputs: tuple[*Arrays], inputs: tuple[jax.Array, ...]) -> tuple[*Arrays]:
-    """The outputs, typed as varying over the axes of a `shard_map` that the inputs vary over: what leaves a kernel is
-    typed as equal on all devices.
+def as_varying(outputs: Any, inputs: Sequence[jax.Array]) -> Any:
+    """The outputs (a pytree), typed as varying over the axes of a `shard_map` that the inputs vary over: what leaves a
+    kernel is typed as equal on all devices.
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
 
@@ -22,7 +22,7 @@ def as_varying[*Arrays](outputs: tuple[*Arrays], inputs: tuple[jax.Array, ...]) 
         missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple(vary(x) for x in outputs)
+    return jax.tree.map(vary, outputs)
 
 
 @functools.lru_cache

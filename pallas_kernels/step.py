@@ -48,20 +48,20 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _step(static: _Static, *inputs: Any) -> tuple[jax.Array, jax.Array]:
-    q, _, v, *_, decay = inputs
-    arrays, parameters, activation = "b h k, b h k, b j v, b j k, b j, b j k v", (), None
+    *arrays, decay = inputs
+    axes, activation = "b h k, b h k, b j v, b j k, b j, b j k v", None
     if decay is not None:
-        arrays, parameters = arrays + ", j, j k", (decay.A_log, decay.dt_bias)
-        activation = Activation(decay.lower_bound, static.negative_eigenvalues)
+        arrays += [decay.A_log, decay.dt_bias]
+        axes, activation = axes + ", j, j k", Activation(decay.lower_bound, static.negative_eigenvalues)
     run = over_batch_and_heads(
         _local,
         (static.scale, activation, static.interpret),
-        arrays,
+        axes,
         "b j v, b j k v",
-        value_heads_a_head=v.shape[1] // q.shape[1],
+        value_heads_a_head=arrays[2].shape[1] // arrays[0].shape[1],
         partition=static.interpret is None,  # its callbacks have effects, which a partitioning rule does not take
     )
-    return as_varying(run(*inputs[:-1], *parameters), (*inputs[:-1], *parameters))
+    return as_varying(run(*arrays), arrays)
 
 
 def _local(static: tuple[float, Activation | None, Any], *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
