@@ -1,33 +1,38 @@
 """Check every implementation and peer against the recurrence, then time them side by side.
 
     python -m experiments.bench [--shapes=1x1024x4,...] [--gates=fast,slow] [--implementations=chunk,...]
-        [--peers=all|none|jax-linear-attention,tokamax] [--dtype=float32|bfloat16] [--output=FILE.jsonl]
+        [--decode=1x32,...] [--peers=all|none|jax-linear-attention,tokamax,...] [--dtype=float32|bfloat16]
+        [--output=FILE.jsonl]
 
 What is checked is what is timed: the program for o and the final state, and the one with the gradients of q, k, v, g
-and beta for a random cotangent of o. A line of JSON is one measurement and the first says of what; a table ends the
+and beta for a random cotangent of o. A line of JSON is one measurement and the first says of what; tables end the
 run. Versions take turns, so that a drift of the machine meets all alike. On a GPU the ceilings of copying and of
-matrix products are measured too.
+matrix products, causal attention by cuDNN and decoding are measured too. Peers that run in PyTorch share the GPU's
+memory with JAX only where XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 
-from experiments import clock, metrics, peers, tables, versions
+from experiments import clock, decoding, metrics, peers, tables, versions
 from experiments.commands import Row, one_line, open_log, read_flags
 from experiments.errors import ConfigError
 from experiments.versions import Shape, Version
 
 _SHAPES = flags.DEFINE_list("shapes", None, "BxTxH,...; by default 1x1024x4 on a CPU, six large ones on a GPU.")
 _GATES = flags.DEFINE_list("gates", ["fast", "slow"], "Forgetting within tokens (fast) or within about twenty (slow).")
+_DECODE = flags.DEFINE_list("decode", None, "SEQUENCESxHEADS,...; by default none on a CPU, five sizes on a GPU.")
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, "Of kda_jax.kda; by default all that run, but scan.")
 _PEERS = flags.DEFINE_list("peers", ["all"], "all (that are installed), none, or names.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of q, k, v and o; by default float32 on a CPU, bfloat16 on a GPU.")
@@ -37,6 +42,7 @@ SHAPES = {
     "cpu": ["1x1024x4"],
     "gpu": ["1x8192x32", "1x65536x32", "4x4096x64", "1x8192x96", "2x16384x16", "1x1024x32"],
 }
+DECODE = {"cpu": [], "gpu": ["1x32", "8x32", "64x32", "256x32", "1024x32"]}
 
 
 class WrongResultError(RuntimeError):
@@ -48,6 +54,7 @@ class Settings:
     """What to measure, checked."""
 
     shapes: Sequence[Shape]
+    decode: Sequence[decoding.Size]
     gates: Sequence[str]
     implementations: Sequence[str]
     peers: Sequence[str]
@@ -56,6 +63,7 @@ class Settings:
 
 def parse(
     shapes: Sequence[str] | None,
+    decode: Sequence[str] | None,
     gates: Sequence[str],
     implementations: Sequence[str] | None,
     peer_names: Sequence[str],
@@ -77,15 +85,18 @@ def parse(
     for name in implementations:
         if reason := versions.refusal(name, dtype):
             raise ConfigError(f"--implementations={','.join(implementations)}: {reason}")
-    sizes = [_shape(text) for text in shapes or SHAPES["gpu" if gpu else "cpu"]]
-    return Settings(sizes, gates, implementations, peers.parse(peer_names), dtype)
+    backend = "gpu" if gpu else "cpu"
+    texts = shapes or SHAPES[backend]
+    sizes = [(B, T, H) for B, T, H in (_numbers("shapes", text, "BxTxH", "1x1024x4") for text in texts)]
+    texts = DECODE[backend] if decode is None else decode
+    steps = [(N, H) for N, H in (_numbers("decode", text, "SEQUENCESxHEADS", "64x32") for text in texts)]
+    return Settings(sizes, steps, gates, implementations, peers.parse(peer_names), dtype)
 
 
-def _shape(text: str) -> Shape:
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
-        raise ConfigError(f"--shapes: {text!r} is not BxTxH with positive numbers, as in 1x1024x4")
-    B, T, H = map(int, text.split("x"))
-    return B, T, H
+def _numbers(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * (form.count("x") + 1)), text):
+        raise ConfigError(f"--{flag}: {text!r} is not {form} with positive numbers, as in {example}")
+    return tuple(map(int, text.split("x")))
 
 
 def header(settings: Settings) -> Row:
@@ -105,22 +116,43 @@ def run(settings: Settings) -> Iterator[Row]:
     Raises:
       WrongResultError: if one of ours is wrong, before anything is timed.
     """
-    right = []
-    for name in settings.implementations:
-        for version in versions.ours(name):
-            yield from check(version, settings)
-            right.append(version)
-    for name in settings.peers:
-        try:
-            peer = peers.make(name)
-            yield from check(peer, settings)
-            right.append(peer)
-        except Exception as error:  # none of ours: a line says so, and the rest goes on
-            yield {"measurement": "check", "version": name, "peer": True, "error": one_line(error)}
+    known = [version for name in settings.implementations for version in versions.ours(name)]
+    right = yield from _right(known, settings.peers, peers.versions, functools.partial(check, settings=settings))
+    steps = []
+    if settings.decode:
+        ours, check_one = decoding.ours(), functools.partial(check_step, settings=settings)
+        steps = yield from _right(ours, settings.peers, peers.steps, check_one)
     if jax.default_backend() == "gpu":
         yield from ceilings()
+        for shape in settings.shapes:
+            yield from attention(shape)
     for shape in settings.shapes:
         yield from measure(right, shape, settings.gates, settings.dtype)
+    for size in settings.decode:
+        yield from decoding.measure(steps, size, settings.dtype)
+
+
+def _right[Way: (Version, decoding.Step)](
+    ours: Sequence[Way],
+    peer_names: Sequence[str],
+    make: Callable[[str], list[Way]],
+    check: Callable[[Way], Iterator[Row]],
+) -> Generator[Row, None, list[Way]]:
+    """Those of ours and of the peers that are right; that a peer is not a line says, and the rest goes on."""
+    right = []
+    for way in ours:
+        yield from check(way)
+        right.append(way)
+    for name in peer_names:
+        wrong = {"measurement": "check", "version": name, "peer": True}
+        try:
+            for way in make(name):
+                wrong["version"] = way.name
+                yield from check(way)
+                right.append(way)
+        except Exception as error:
+            yield {**wrong, "error": one_line(error)}
+    return right
 
 
 def check(version: Version, settings: Settings) -> Iterator[Row]:
@@ -128,31 +160,45 @@ def check(version: Version, settings: Settings) -> Iterator[Row]:
     for gate in settings.gates:
         errors = versions.errors(version, gate, settings.dtype)
         yield {"measurement": "check", **_who(version), "gates": gate, "relative_rms": errors}
-        if beyond := versions.beyond_bounds(errors, settings.dtype):
-            raise WrongResultError(f"{version.name}, {gate} gates: relative RMS too large: {', '.join(beyond)}")
+        _refuse(f"{version.name}, {gate} gates", versions.beyond_bounds(errors, settings.dtype))
+
+
+def check_step(step: decoding.Step, settings: Settings) -> Iterator[Row]:
+    """The same of a step."""
+    errors = decoding.errors(step, settings.dtype)
+    yield {"measurement": "check", "version": step.name, "peer": step.peer, "state": step.state, "relative_rms": errors}
+    _refuse(f"{step.name}, a step", decoding.beyond_bounds(step, errors, settings.dtype))
+
+
+def _refuse(what: str, beyond: Sequence[str]) -> None:
+    if beyond:
+        raise WrongResultError(f"{what}: relative RMS too large: {', '.join(beyond)}")
 
 
 def measure(candidates: Sequence[Version], shape: Shape, gates: Sequence[str], dtype: str) -> Iterator[Row]:
-    """Both passes of all versions on the same inputs; a version that fails (out of memory) says so in its line."""
+    """Both passes of all versions on the same inputs; a version that fails (out of memory) says so in its line.
+
+    What a version is compared with is the fastest peer of its kind.
+    """
     sizes = dict(zip("BTHKV", (*shape, versions.CHANNELS, versions.CHANNELS), strict=True))
-    for name, make in versions.PASSES.items():
+    for name in versions.PASSES:
         programs: dict[Version, clock.Program] = {}  # compiled for the first gates, used for all
         for gate in gates:
             what = {"measurement": "time", **sizes, "gates": gate, "pass": name}
             inputs = versions.draw(shape, gate, dtype)
             samples = {}
-            for version in candidates:
+            for version in (version for version in candidates if name in version.passes):
                 arguments = versions.arguments(version, inputs)
                 try:
                     if version not in programs:
-                        programs[version] = clock.build(make(version), *arguments)
+                        programs[version] = versions.build(version, name, *arguments)
                     samples[version] = clock.warm_up(programs[version], *arguments)
                 except Exception as error:
                     yield {**what, **_who(version), "error": one_line(error)}
             times = clock.interleave(samples)
-            fastest = min((row["median_ms"] for version, row in times.items() if version.peer), default=None)
             for version, row in times.items():
-                ratio = row["median_ms"] / fastest if fastest else None
+                peers = [t["median_ms"] for other, t in times.items() if other.peer and other.kind == version.kind]
+                ratio = row["median_ms"] / min(peers) if peers else None
                 program = programs[version]
                 cost = {"temporary_bytes": program.temporary_bytes, "compile_s": program.compile_s}
                 yield {**what, **_who(version), **row, "over_fastest_peer": ratio, **cost}
@@ -169,8 +215,21 @@ def ceilings(elements: int = 2**28, side: int = 8192) -> Iterator[Row]:
         yield {"measurement": "ceiling", "version": name, **times, "rate": amounts[name] / times["median_ms"] / 1e9}
 
 
+def attention(shape: Shape) -> Iterator[Row]:
+    """Causal softmax attention of the same heads by cuDNN, in bfloat16: where KDA overtakes it."""
+    B, T, H = shape
+    arrays = jax.random.normal(jax.random.key(0), (3, B, T, H, versions.CHANNELS), jnp.bfloat16)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    way = Version("cuDNN attention", lambda q, k, v: (attend(q, k, v), jnp.zeros(())))  # for the state
+    for name, make in versions.PASSES.items():
+        program = clock.build(lambda *x, make=make: make(way)(*x, x[0]), *arrays)
+        [times] = clock.interleave({name: clock.warm_up(program, *arrays)}).values()
+        what = {"B": B, "T": T, "H": H, "K": versions.CHANNELS, "V": versions.CHANNELS, "pass": name}
+        yield {"measurement": "attention", **what, "version": way.name, **times}
+
+
 def _who(version: Version) -> Row:
-    return {"version": version.name, "peer": version.peer, "inputs": "raw" if version.raw else "activated"}
+    return {"version": version.name, "peer": version.peer, "inputs": version.kind}
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -178,12 +237,29 @@ def table(rows: Sequence[Row]) -> str:
     head = ["B x T x H", "gates", "version", "inputs"]
     for name in versions.PASSES:
         head += [f"{name}, ms", "over peer", "temporary MiB", "compile s"]
-    body: dict[tuple[str, ...], list[str]] = {}
+    body: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for row in rows:
         if row["measurement"] == "time":
             shape = " x ".join(str(row[axis]) for axis in "BTH")
-            body.setdefault((shape, row["gates"], row["version"], row["inputs"]), []).extend(_cells(row))
-    return tables.align([head, *([*key, *cells] for key, cells in body.items())])
+            key = (shape, row["gates"], row["version"], row["inputs"])
+            body.setdefault(key, {name: [""] * 4 for name in versions.PASSES})[row["pass"]] = _cells(row)
+    return tables.align([head, *([*key, *itertools.chain(*cells.values())] for key, cells in body.items())])
+
+
+def decode_table(rows: Sequence[Row]) -> str:
+    """A row a size, dtype of the state and version."""
+    head = ["sequences x heads", "state", "version", "step, us", "TB/s", "of copy"]
+    body = [
+        [
+            f"{row['sequences']} x {row['H']}",
+            *(row["state"], row["version"]),
+            f"{1e3 * row['median_ms']:.1f} ({1e3 * row['min_ms']:.1f})",
+            *(f"{row['TB/s']:.2f}", f"{row['of_copy']:.2f}"),
+        ]
+        for row in rows
+        if row["measurement"] == "decode"
+    ]
+    return tables.align([head, *body])
 
 
 def _cells(row: Row) -> list[str]:
@@ -203,7 +279,7 @@ def main(argv: list[str]) -> None:
     try:
         if argv[1:]:
             raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
-        settings = parse(_SHAPES.value, _GATES.value, _IMPLEMENTATIONS.value, _PEERS.value, _DTYPE.value)
+        settings = parse(_SHAPES.value, _DECODE.value, _GATES.value, _IMPLEMENTATIONS.value, _PEERS.value, _DTYPE.value)
         first = header(settings)
         log = open_log(Path(_OUTPUT.value), first)
         print(json.dumps(first), flush=True)
@@ -215,6 +291,8 @@ def main(argv: list[str]) -> None:
     except (ConfigError, WrongResultError) as error:
         sys.exit(f"error: {error}")
     print(table(rows))
+    if settings.decode:
+        print(decode_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """The speed of compiled programs, measured in turns."""
 
 import dataclasses
-import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,51 +16,68 @@ SAMPLE_S = 0.02  # least duration of a sample: a short program runs several time
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled function."""
+    """A compiled function of JAX that does what is timed `repeats` times; another framework's is a subclass."""
 
     run: Callable[..., Any]
     compile_s: float
     temporary_bytes: int
+    repeats: int = 1
+
+    def prepare(self, arguments: Sequence[Array]) -> Sequence[Any]:
+        """The arguments as `run` takes them."""
+        return arguments
+
+    def wait(self, results: Any) -> None:
+        """Until they are there."""
+        jax.block_until_ready(results)
+
+    def fetch(self, results: Any) -> Any:
+        """The results as arrays of JAX."""
+        return results
+
+    def __call__(self, *arguments: Array) -> Any:
+        return self.fetch(self.run(*self.prepare(arguments)))
 
 
-def build(function: Callable[..., Any], *arguments: Array | jax.ShapeDtypeStruct) -> Program:
+def build(function: Callable[..., Any], *arguments: Array | jax.ShapeDtypeStruct, repeats: int = 1) -> Program:
     """Compile for the shapes of the arguments."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not tell the memory of a program"
-    return Program(compiled, compile_s, memory.temp_size_in_bytes)
+    return Program(compiled, compile_s, memory.temp_size_in_bytes, repeats)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A program with its arguments; `calls` calls in a row last `SAMPLE_S` or longer."""
 
-    call: Callable[[], Any]
-    calls: int
+    program: Program
+    arguments: Sequence[Any]
+    calls: int = 1
+
+    def seconds(self) -> float:
+        """What is timed, once, of several calls queued together."""
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            results = self.program.run(*self.arguments)
+        self.program.wait(results)
+        return (time.perf_counter() - start) / self.calls / self.program.repeats
 
 
 def warm_up(program: Program, *arguments: Array) -> Sample:
     """Run twice, the second time to see how long it takes."""
-    call = functools.partial(program.run, *arguments)
-    jax.block_until_ready(call())
-    return Sample(call, math.ceil(SAMPLE_S / _seconds(call, 1)))
-
-
-def _seconds(call: Callable[[], Any], calls: int) -> float:
-    """Seconds a call, of several queued together."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        results = call()
-    jax.block_until_ready(results)
-    return (time.perf_counter() - start) / calls
+    sample = Sample(program, program.prepare(arguments))
+    sample.seconds()
+    calls = math.ceil(SAMPLE_S / (sample.seconds() * program.repeats))
+    return dataclasses.replace(sample, calls=calls)
 
 
 def interleave[Key: Hashable](samples: Mapping[Key, Sample]) -> dict[Key, dict[str, float]]:
-    """Median and minimum in ms a call over `ROUNDS` rounds, in each of which every sample has its turn."""
+    """Median and minimum in ms over `ROUNDS` rounds, in each of which every sample has its turn."""
     times: dict[Key, list[float]] = {key: [] for key in samples}
     for _ in range(ROUNDS):
         for key, sample in samples.items():
-            times[key].append(1e3 * _seconds(sample.call, sample.calls))
+            times[key].append(1e3 * sample.seconds())
     return {key: {"median_ms": statistics.median(ms), "min_ms": min(ms)} for key, ms in times.items()}

@@ -1,5 +1,6 @@
-"""The other public KDA that run in JAX, each called as it is fastest: its own layout, its own kind of inputs."""
+"""The other public KDA, each called as it is fastest: its own layout, its own kind of inputs."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence
 
@@ -7,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from experiments.decoding import Step
 from experiments.errors import ConfigError
 from experiments.versions import LOWEST, Version
 
 
-def _jax_linear_attention() -> Version:
+def _jax_linear_attention() -> list[Version]:
     from jla import ops
 
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "chunked"
@@ -20,10 +22,10 @@ def _jax_linear_attention() -> Version:
         options = {"g": g, "beta": beta, "impl": implementation, "output_final_state": True}
         return ops.linear_attention("kda", q, k, v, **options)
 
-    return Version(f"jax-linear-attention {implementation}", run, peer=True)
+    return [Version(f"jax-linear-attention {implementation}", run, peer=True)]
 
 
-def _tokamax() -> Version:
+def _tokamax() -> list[Version]:
     from tokamax import ops
 
     def run(q: Array, k: Array, v: Array, x: Array, beta: Array) -> tuple[Array, Array]:
@@ -40,19 +42,51 @@ def _tokamax() -> Version:
         )
         return o, final_state[:, 0]  # one segment a row
 
-    return Version("tokamax xla_chunked", run, raw=True, heads_first=True, peer=True)
+    inputs = ("q", "k", "v", "g_sigmoid", "beta")
+    return [Version("tokamax xla_chunked", run, inputs, heads_first=True, peer=True)]
 
 
-# The package to install: the module that it installs, and how to call it.
-PEERS: dict[str, tuple[str, Callable[[], Version]]] = {
-    "jax-linear-attention": ("jla", _jax_linear_attention),
-    "tokamax": ("tokamax", _tokamax),
+def _flash_linear_attention() -> list[Version]:
+    from experiments import torch_peers
+
+    return torch_peers.flash_linear_attention()
+
+
+def _flash_linear_attention_steps() -> list[Step]:
+    from experiments import torch_peers
+
+    return torch_peers.flash_linear_attention_steps()
+
+
+def _cudnn_frontend() -> list[Version]:
+    from experiments import torch_peers
+
+    return torch_peers.cudnn_frontend()
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A package: the module that it installs, how it computes sequences and a step, and whether it needs a GPU."""
+
+    module: str
+    versions: Callable[[], list[Version]]
+    steps: Callable[[], list[Step]] = list
+    gpu: bool = False
+
+
+# By the name under which it is installed.
+PEERS: dict[str, Peer] = {
+    "jax-linear-attention": Peer("jla", _jax_linear_attention),
+    "tokamax": Peer("tokamax", _tokamax),
+    "flash-linear-attention": Peer("fla", _flash_linear_attention, _flash_linear_attention_steps, gpu=True),
+    "nvidia-cudnn-frontend": Peer("cudnn", _cudnn_frontend, gpu=True),
 }
 
 
 def installed() -> list[str]:
-    """The peers that can be imported."""
-    return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    """The peers that can be imported, and run here."""
+    gpu = jax.default_backend() == "gpu"
+    return [name for name, peer in PEERS.items() if (gpu or not peer.gpu) and importlib.util.find_spec(peer.module)]
 
 
 def parse(names: Sequence[str]) -> list[str]:
@@ -67,10 +101,16 @@ def parse(names: Sequence[str]) -> list[str]:
         if name not in PEERS:
             raise ConfigError(f"--peers: no peer {name!r}; give all, none, or some of {', '.join(PEERS)}")
         if name not in installed():
-            raise ConfigError(f"--peers: {name} is not installed; `pip install {name}`, or leave it out")
+            where = ", with a GPU" if PEERS[name].gpu else ""
+            raise ConfigError(f"--peers: {name} is not installed{where}; `pip install {name}`, or leave it out")
     return list(names)
 
 
-def make(name: str) -> Version:
-    """Import a peer."""
-    return PEERS[name][1]()
+def versions(name: str) -> list[Version]:
+    """Import a peer: what of it is compared over sequences."""
+    return PEERS[name].versions()
+
+
+def steps(name: str) -> list[Step]:
+    """The same of a step."""
+    return PEERS[name].steps()

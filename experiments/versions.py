@@ -4,29 +4,47 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kda_jax.ops.api import kda
-from kda_jax.ops.gates import l2_normalize
+from experiments import clock
+from kda_jax.ops.api import kda, kda_raw
+from kda_jax.ops.gates import Decay, l2_normalize
 
 Shape = tuple[int, int, int]  # B, T, H
+Run = Callable[..., tuple[Array, Array]]
 
 CHANNELS = 128  # K and V
 LOWEST = -5.0  # the bound of the decay, which every version takes
 GATES = {"fast": 0.0, "slow": -4.63}
 INPUTS = (
-    "seed 0; q, k: N(0, 1) of unit length; v and the cotangent of o: N(0, 1); beta = sigmoid(N(0, 1)); "
-    "g = -5 sigmoid(bias + N(0, 1)) with bias 0 (fast) or -4.63 (slow); g and beta in float32"
+    "seed 0; q, k, v, cotangent of o: N(0, 1); beta = sigmoid(N(0, 1)); g = -5 sigmoid(bias + N(0, 1)) with bias 0 "
+    "(fast) or -4.63 (slow); activated versions take unit q and k, and g and beta in float32; raw ones what these come "
+    "from, in the dtype of q"
 )
 CHECKED: Shape = (1, 256, 2)  # short enough for the recurrence's gradient, several chunks long
 
 # Relative root mean square allowed: o and state; gradients; those of g and beta. Why: tests/tolerances.py.
 BOUNDS = {"float32": (1e-5, 1e-4, 1e-4), "bfloat16": (5e-3, 8e-3, 2e-2)}
 RESULTS = {"o": 0, "final_state": 0, "dq": 1, "dk": 1, "dv": 1, "dg": 2, "dbeta": 2}
+
+# What a version takes for q, k, v, g and beta: names of `draw`.
+ACTIVATED = ("unit_q", "unit_k", "v", "g", "beta")
+BOUNDED = ("q", "k", "v", "g_sigmoid", "beta_raw")  # g = -5 sigmoid(g_sigmoid)
+UNBOUNDED = ("q", "k", "v", "g_softplus", "beta_raw")  # g = -softplus(g_softplus)
+KINDS = {ACTIVATED: "activated", BOUNDED: "raw, bounded", UNBOUNDED: "raw, unbounded"}
+# How the recurrence's arguments come from these.
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "q": l2_normalize,
+    "k": l2_normalize,
+    "g_sigmoid": lambda x: LOWEST * jax.nn.sigmoid(x),
+    "g_softplus": lambda x: -jax.nn.softplus(x),
+    "beta_raw": jax.nn.sigmoid,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +54,48 @@ class Version:
     Args:
       name: for the tables.
       run: (q, k, v, gate, beta) -> (o, final_state [B, H, K, V]).
-      raw: `gate` is x where g = -5 sigmoid(x), and `run` activates it and L2-normalises q and k; otherwise it is g.
+      inputs: what `run` takes, `ACTIVATED`, `BOUNDED`, `UNBOUNDED` or a mixture of their names.
       heads_first: q, k, v, gate and o are [H, B, T, channels] and beta [H, B, T]; otherwise [B, T, H, ...].
       peer: it is not ours.
+      passes: names of `PASSES` that it has, the first of which is the forward pass.
+      build: makes a program of a pass and its arguments; None for a `run` in JAX.
     """
 
     name: str
-    run: Callable[..., tuple[Array, Array]]
-    raw: bool = False
+    run: Run
+    inputs: tuple[str, ...] = ACTIVATED
     heads_first: bool = False
     peer: bool = False
+    passes: tuple[str, ...] = ("forward", "forward+backward")
+    build: Callable[..., clock.Program] | None = None
 
-
-def _activate_first(run: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-    """`run` for a raw gate and q and k of any length: the work that some peers cannot leave out."""
-    return lambda q, k, v, x, beta: run(l2_normalize(q), l2_normalize(k), v, LOWEST * jax.nn.sigmoid(x), beta)
+    @property
+    def kind(self) -> str:
+        """The work that it shares with others, for comparison: of its gate."""
+        return next(kind for inputs, kind in KINDS.items() if inputs[3] == self.inputs[3])
 
 
 def ours(implementation: str) -> list[Version]:
-    """Without a promise about the decay; where it changes the algorithm, with one, from activated and raw inputs."""
+    """Without a promise about the decay; where it changes the algorithm, with one, and from either raw gate."""
     run = functools.partial(kda, implementation=implementation)
     if implementation == "scan":
         return [Version(implementation, run)]
-    promised = functools.partial(run, g_min=LOWEST)
     return [
         Version(implementation, run),
-        Version(f"{implementation} g_min={LOWEST:g}", promised),
-        Version(f"{implementation} g_min={LOWEST:g} raw", _activate_first(promised), raw=True),
+        Version(f"{implementation} g_min={LOWEST:g}", functools.partial(run, g_min=LOWEST)),
+        Version(f"{implementation} raw", _raw(implementation, LOWEST), BOUNDED),
+        Version(f"{implementation} raw", _raw(implementation, None), UNBOUNDED),
     ]
+
+
+def _raw(implementation: str, lower_bound: float | None) -> Run:
+    """`kda_raw` with A_log = dt_bias = 0."""
+
+    def run(q: Array, k: Array, v: Array, x: Array, beta_raw: Array) -> tuple[Array, Array]:
+        decay = Decay(jnp.zeros(x.shape[2]), jnp.zeros(x.shape[2:]), lower_bound)
+        return kda_raw(q, k, v, x, beta_raw, decay, implementation=implementation)
+
+    return run
 
 
 def refusal(implementation: str, dtype: str) -> str | None:
@@ -78,18 +110,19 @@ def refusal(implementation: str, dtype: str) -> str | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def draw(shape: Shape, gate: str, dtype: str) -> dict[str, Array]:
-    """Random inputs as in `INPUTS`, the raw gate `x`, and the cotangent `do` of o."""
+    """Random inputs as in `INPUTS`, and the cotangent `do` of o."""
     *keys, last = jax.random.split(jax.random.key(0), 6)
     q, k, v, x, do = (jax.random.normal(key, (*shape, CHANNELS)) for key in keys)
-    x = x + GATES[gate]
-    rounded = {"q": l2_normalize(q), "k": l2_normalize(k), "v": v, "do": do}
-    arrays = {name: array.astype(dtype) for name, array in rounded.items()}
-    return arrays | {"x": x, "g": LOWEST * jax.nn.sigmoid(x), "beta": jax.nn.sigmoid(jax.random.normal(last, shape))}
+    beta_raw, x = jax.random.normal(last, shape), x + GATES[gate]
+    g = LOWEST * jax.nn.sigmoid(x)
+    rounded = {"q": q, "k": k, "unit_q": l2_normalize(q), "unit_k": l2_normalize(k), "v": v, "do": do}
+    rounded |= {"g_sigmoid": x, "g_softplus": jnp.log(jnp.expm1(-g)), "beta_raw": beta_raw}
+    return {n: array.astype(dtype) for n, array in rounded.items()} | {"g": g, "beta": jax.nn.sigmoid(beta_raw)}
 
 
 def arguments(version: Version, inputs: Mapping[str, Array]) -> list[Array]:
     """q, k, v, the gate, beta and do, in the version's layout."""
-    names = ("q", "k", "v", "x" if version.raw else "g", "beta", "do")
+    names = (*version.inputs, "do")
     return [jnp.moveaxis(inputs[name], 2, 0) if version.heads_first else inputs[name] for name in names]
 
 
@@ -112,32 +145,48 @@ def forward_backward(version: Version) -> Callable[..., tuple[Array, ...]]:
 PASSES = {"forward": forward, "forward+backward": forward_backward}
 
 
+def build(version: Version, name: str, *arguments: Any) -> clock.Program:
+    """The program of a pass."""
+    if version.build is not None:
+        return version.build(name, *arguments)
+    return clock.build(PASSES[name](version), *arguments)
+
+
 @functools.cache
-def recurrence(raw: bool) -> Version:
+def recurrence(inputs: tuple[str, ...]) -> Version:
     """The definition: one token at a time."""
-    run = functools.partial(kda, implementation="scan")
-    return Version("recurrence", _activate_first(run) if raw else run, raw=raw)
+
+    def run(*arrays: Array) -> tuple[Array, Array]:
+        activated = (_ACTIVATIONS.get(name, lambda x: x)(x) for name, x in zip(inputs, arrays, strict=True))
+        return kda(*activated, implementation="scan")
+
+    return Version("recurrence", run, inputs)
 
 
 @functools.cache
-def _program(version: Version) -> Callable[..., tuple[Array, ...]]:
+def _program(version: Version, dtype: str) -> clock.Program:
     """Compiled once for all gates."""
-    return jax.jit(forward_backward(version))
+    return build(version, version.passes[-1], *arguments(version, draw(CHECKED, "fast", dtype)))
+
+
+@functools.cache
+def _definition(inputs: tuple[str, ...]) -> Callable[..., tuple[Array, ...]]:
+    """The recurrence's, for all versions."""
+    return jax.jit(forward_backward(recurrence(inputs)))
 
 
 def errors(version: Version, gate: str, dtype: str) -> dict[str, float]:
     """Relative root mean square error of `RESULTS` against the recurrence in float64 on the same rounded inputs.
 
-    Where the version takes a raw gate, "dg" is the gradient of that.
+    Gradients are those of what the version takes: "dg" of a raw gate, where it takes that.
     """
     inputs = draw(CHECKED, gate, dtype)
-    got = _program(version)(*arguments(version, inputs))
-    definition = recurrence(version.raw)
-    exact = [np.asarray(x).astype(np.float64) for x in arguments(definition, inputs)]
+    got = _program(version, dtype)(*arguments(version, inputs))
+    exact = [np.asarray(x).astype(np.float64) for x in arguments(recurrence(version.inputs), inputs)]
     with jax.enable_x64(True):
-        want = jax.device_get(_program(definition)(*exact))
+        want = jax.device_get(_definition(version.inputs)(*exact))
     found = {}
-    for name, result, b in zip(RESULTS, got, want, strict=True):
+    for name, result, b in zip(RESULTS, got, want, strict=False):  # of a forward pass alone there are fewer
         a = np.asarray(result).astype(np.float64)
         if version.heads_first and name != "final_state":
             a = np.moveaxis(a, 0, 2)
@@ -149,4 +198,4 @@ def errors(version: Version, gate: str, dtype: str) -> dict[str, float]:
 def beyond_bounds(found: Mapping[str, float], dtype: str) -> list[str]:
     """Those of `errors` that are too large, in words."""
     bounds = {name: BOUNDS[dtype][kind] for name, kind in RESULTS.items()}
-    return [f"{name} {found[name]:.1e} (at most {bounds[name]:.0e})" for name in RESULTS if found[name] > bounds[name]]
+    return [f"{name} {size:.1e} (at most {bounds[name]:.0e})" for name, size in found.items() if size > bounds[name]]

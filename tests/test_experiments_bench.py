@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench, clock, metrics, peers, versions
+from experiments import bench, clock, decoding, metrics, peers, versions
+from experiments.decoding import Step
 from experiments.errors import ConfigError
+from experiments.peers import Peer
 from experiments.versions import Version
 from kda_jax.ops import api
 from kda_jax.ops.gates import l2_normalize
@@ -30,8 +32,8 @@ def small(monkeypatch):
 
 
 def settings(**flag):
-    given = {"shapes": ["1x24x1"], "gates": ["slow"], "implementations": ["scan"], "peer_names": ["none"]}
-    return bench.parse(**(given | {"dtype": "float32"} | flag))
+    given = {"shapes": ["1x24x1"], "decode": None, "gates": ["slow"], "implementations": ["scan"], "dtype": "float32"}
+    return bench.parse(**(given | {"peer_names": ["none"]} | flag))
 
 
 def raw_peer(q, k, v, x, beta):
@@ -41,15 +43,20 @@ def raw_peer(q, k, v, x, beta):
     return jnp.moveaxis(o, 2, 0), final_state
 
 
+RAW = ("q", "k", "v", "g_sigmoid", "beta")
+versions_scan = functools.partial(api.kda, implementation="scan")
+
+
 def test_lines_and_table(monkeypatch):
-    """A peer is found right in its own layout, and is what the others are compared with."""
-    table = {"other": ("json", lambda: Version("other scan", raw_peer, raw=True, heads_first=True, peer=True))}
-    monkeypatch.setattr(peers, "PEERS", table | {"absent": ("no_such_module", None)})
+    """Peers are found right in their own layouts, and are what others with the same gate are compared with."""
+    own = [Version("raw scan", raw_peer, RAW, heads_first=True, peer=True), Version("scan 2", versions_scan, peer=True)]
+    table = {"absent": Peer("no_such_module", list), "needs a GPU": Peer("json", list, gpu=True)}
+    monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: own)} | table)
     chosen = settings(peer_names=["all"], gates=["fast", "slow"])
     assert chosen.peers == ["other"]
     rows = json.loads(json.dumps(list(bench.run(chosen)), allow_nan=False))
-    checks, times = rows[:4], rows[4:]
-    names = ["scan", "other scan"]
+    checks, times = rows[:6], rows[6:]
+    names = ["scan", "raw scan", "scan 2"]
     assert [(row["version"], row["gates"]) for row in checks] == [(n, g) for n in names for g in ("fast", "slow")]
     assert all(0 < error < 1e-5 for row in checks for error in row["relative_rms"].values())
     assert [(row["gates"], row["pass"], row["version"]) for row in times] == [
@@ -60,11 +67,12 @@ def test_lines_and_table(monkeypatch):
         assert 0 < row["min_ms"] <= row["median_ms"]
         assert row["temporary_bytes"] > 0
         assert row["compile_s"] > 0
-        same = [r for r in times if (r["gates"], r["pass"], r["peer"]) == (row["gates"], row["pass"], True)]
+        of = {"activated": "scan 2", "raw, bounded": "raw scan"}[row["inputs"]]
+        same = [r for r in times if (r["gates"], r["pass"], r["version"]) == (row["gates"], row["pass"], of)]
         assert row["over_fastest_peer"] == pytest.approx(row["median_ms"] / same[0]["median_ms"])
     lines = bench.table(rows).splitlines()
-    assert len(lines) == 2 + 4
-    assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["1 x 24 x 1", "fast", "scan"]
+    assert len(lines) == 2 + 6
+    assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["1 x 24 x 1", "fast", "scan", "activated"]
 
 
 @pytest.mark.parametrize(("gate", "mean"), [("fast", -2.5), ("slow", -0.0772)])
@@ -72,24 +80,29 @@ def test_inputs(gate, mean):
     """The mean of -5 sigmoid(-4.63 + N(0, 1)) is -0.0772 by numerical integration."""
     inputs = versions.draw((2, 2000, 2), gate, "bfloat16")
     assert float(inputs["g"].mean()) == pytest.approx(mean, rel=0.02)
-    np.testing.assert_allclose(inputs["g"], -5 / (1 + np.exp(-inputs["x"])), rtol=1e-5)
-    assert {name for name, x in inputs.items() if x.dtype == jnp.bfloat16} == {"q", "k", "v", "do"}
-    for version in (versions.recurrence(raw=False), Version("", raw_peer, raw=True, heads_first=True)):
+    assert {name for name, x in inputs.items() if x.dtype == jnp.float32} == {"g", "beta"}
+    inputs = versions.draw((2, 2000, 2), gate, "float32")
+    for kind in versions.KINDS:
+        _, unit_k, _, g, beta = (versions._ACTIVATIONS.get(name, lambda x: x)(inputs[name]) for name in kind)
+        np.testing.assert_allclose(np.linalg.norm(unit_k, axis=-1), 1, rtol=1e-5)
+        np.testing.assert_allclose(g, inputs["g"], rtol=1e-4)
+        np.testing.assert_allclose(beta, inputs["beta"], rtol=1e-6)
+    for version in (Version("", None), Version("", None, RAW, heads_first=True)):
         q, k, v, given, beta, do = versions.arguments(version, inputs)
         assert q.shape == k.shape == v.shape == do.shape == given.shape == (*beta.shape, versions.CHANNELS)
         assert beta.shape == ((2, 2, 2000) if version.heads_first else (2, 2000, 2))
-        want = jnp.moveaxis(inputs["x"], 2, 0) if version.heads_first else inputs["g"]
+        want = jnp.moveaxis(inputs["g_sigmoid"], 2, 0) if version.heads_first else inputs["g"]
         np.testing.assert_array_equal(given, want)
 
 
 def test_gradients_are_those_of_the_cotangent():
-    arrays = versions.arguments(versions.recurrence(raw=False), versions.draw((1, 5, 2), "slow", "float32"))
+    arrays = versions.arguments(versions.recurrence(versions.ACTIVATED), versions.draw((1, 5, 2), "slow", "float32"))
 
     def loss(*inputs):
         return (api.kda(*inputs, implementation="scan")[0] * arrays[-1]).sum()
 
     want = jax.grad(loss, argnums=range(5))(*arrays[:-1])
-    got = versions.forward_backward(versions.recurrence(raw=False))(*arrays)[2:]
+    got = versions.forward_backward(versions.recurrence(versions.ACTIVATED))(*arrays)[2:]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -116,12 +129,59 @@ def test_short_programs_run_several_times_a_sample(monkeypatch):
 
 
 def test_a_promise_is_timed_too():
-    plain, promised, raw = versions.ours("chunk")
-    assert (plain.name, promised.name, raw.name) == ("chunk", "chunk g_min=-5", "chunk g_min=-5 raw")
+    plain, promised, *raw = versions.ours("chunk")
+    assert (plain.name, promised.name) == ("chunk", "chunk g_min=-5")
     found = versions.errors(promised, "fast", "float32")
     assert found != versions.errors(plain, "fast", "float32")
     assert versions.beyond_bounds(found, "float32") == []
-    assert versions.beyond_bounds(versions.errors(raw, "fast", "float32"), "float32") == []
+    assert [version.kind for version in raw] == ["raw, bounded", "raw, unbounded"]
+    for version in raw:
+        assert versions.beyond_bounds(versions.errors(version, "fast", "float32"), "float32") == []
+
+
+def test_another_framework(monkeypatch):
+    """Its arrays are its own, and it has no backward pass."""
+
+    class Listed(clock.Program):
+        def prepare(self, arguments):
+            return [[x] for x in arguments]
+
+        def fetch(self, results):
+            return [x for (x,) in results]
+
+    def build(name, *arguments):
+        return Listed(lambda *lists: [[x] for x in versions_scan(*(x for (x,) in lists[:-1]))], 1.0, 2)
+
+    version = Version("other", None, passes=("forward",), build=build, peer=True)
+    monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: [version])})
+    rows = list(bench.run(settings(peer_names=["other"])))
+    assert [
+        set(row["relative_rms"]) for row in rows if row["version"] == "other" and row["measurement"] == "check"
+    ] == [{"o", "final_state"}]
+    timed = [row for row in rows if row["version"] == "other" and row["measurement"] == "time"]
+    assert [(row["pass"], row["compile_s"], row["temporary_bytes"]) for row in timed] == [("forward", 1.0, 2)]
+    assert bench.table(rows).splitlines()[-1].split("|")[-3].strip() == ""
+
+
+def test_decoding(monkeypatch):
+    """The plain step and a peer beside the copies; a peer that is wrong is left out."""
+
+    def late(state, *inputs):
+        return state, decoding._ours("scan")(state, *inputs)[1]
+
+    own = [Step("right", "float32", decoding._ours("scan"), peer=True), Step("wrong", "float32", late, peer=True)]
+    monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", list, steps=lambda: own)})
+    monkeypatch.setattr(decoding, "STEPS", 2)
+    rows = list(bench.run(settings(peer_names=["other"], decode=["2x1"])))
+    found = {(row["version"], row["state"]): row for row in rows if row["measurement"] == "decode"}
+    ways = {(name, dtype) for name in ("copy", "scan", "default") for dtype in ("float32", "bfloat16")}
+    assert set(found) == ways | {("right", "float32")}
+    assert any("state" in row["error"] and row["version"] == "wrong" for row in rows if "error" in row)
+    for (_, dtype), row in found.items():
+        moved = 2 * 2 * 8 * 8 * (4 if dtype == "float32" else 2)
+        assert row["TB/s"] * row["median_ms"] * 1e9 == pytest.approx(moved)
+        assert row["of_copy"] == pytest.approx(found["copy", dtype]["median_ms"] / row["median_ms"])
+    assert len(bench.decode_table(rows).splitlines()) == 2 + 7
 
 
 def test_a_wrong_implementation_is_not_timed(monkeypatch):
@@ -145,7 +205,7 @@ def test_a_wrong_peer_is_left_out(monkeypatch):
         late = api.kda(q[:, :-1], k[:, :-1], v[:, :-1], g[:, :-1], beta[:, :-1])[1]
         return api.kda(q, k, v, g, beta)[0], late
 
-    monkeypatch.setattr(peers, "PEERS", {"other": ("json", lambda: Version("other", wrong, peer=True))})
+    monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: [Version("other", wrong, peer=True)])})
     rows = list(bench.run(settings(peer_names=["other"])))
     assert "final_state" in next(row["error"] for row in rows if "error" in row)
     assert [row["version"] for row in rows if row["measurement"] == "time"] == ["scan", "scan"]
@@ -172,6 +232,7 @@ def test_ceilings_count_bytes_and_operations():
     [
         ({"shapes": ["1x24"]}, "--shapes: '1x24' is not BxTxH"),
         ({"shapes": ["1x0x4"]}, "--shapes: '1x0x4' is not BxTxH with positive"),
+        ({"decode": ["64"]}, "--decode: '64' is not SEQUENCESxHEADS with positive"),
         ({"gates": ["fast", "weak"]}, "--gates=fast,weak: give some of fast, slow"),
         ({"gates": []}, "--gates=: give some of"),
         ({"implementations": ["chnk"]}, "--implementations=chnk: .*'scan'.*got 'chnk'"),
@@ -187,7 +248,7 @@ def test_what_cannot_be_measured_is_refused(flag, message):
 
 
 def test_a_peer_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(peers, "PEERS", {"absent": ("no_such_module", None)})
+    monkeypatch.setattr(peers, "PEERS", {"absent": Peer("no_such_module", list)})
     assert settings(peer_names=["all"]).peers == []
     with pytest.raises(ConfigError, match="--peers: absent is not installed"):
         settings(peer_names=["absent"])
