@@ -118,10 +118,10 @@ def latent_attention(params, x, *, heads, latent_dim, key_dim):
     if "q_proj" in params:
         q = linear(params, "q_proj", x)
     else:
-        q = linear(params, "q_b_proj", rms_norm(linear(params, "q_a_proj", x), params["q_a_norm"]["scale"]))
+        q = linear(params, "q_b_proj", rms_norm(linear(params, "q_a_proj", x), params["q_a_norm"]["scale"], 1e-6))
     compressed = linear(params, "kv_a_proj", x)
     latent, shared = compressed[:, :latent_dim], compressed[:, latent_dim:]
-    kv = linear(params, "kv_b_proj", rms_norm(latent, params["kv_a_norm"]["scale"])).reshape(len(x), heads, -1)
+    kv = linear(params, "kv_b_proj", rms_norm(latent, params["kv_a_norm"]["scale"], 1e-6)).reshape(len(x), heads, -1)
     k = np.concatenate([kv[..., :key_dim], np.repeat(shared[:, None], heads, axis=1)], -1)
     o = causal(q.reshape(k.shape), k, kv[..., key_dim:])
     if "g_proj" in params:
@@ -131,3 +131,47 @@ def latent_attention(params, x, *, heads, latent_dim, key_dim):
 
 def swiglu(params, x):
     return linear(params, "down_proj", silu(linear(params, "gate_proj", x)) * linear(params, "up_proj", x))
+
+
+def situ(gate, up, beta, linear_beta):
+    return beta * np.tanh(gate / beta) * reference.sigmoid(gate) * linear_beta * np.tanh(up / linear_beta)
+
+
+def choose_experts(choice, *, top_k, groups=1, top_groups=1):
+    """The experts of one token, from the scores for the choice [E]."""
+    members = np.split(np.arange(len(choice)), groups)
+    best = [np.sort(choice[group])[-2:].sum() for group in members]
+    allowed = np.concatenate([members[g] for g in np.argsort(best)[-top_groups:]])
+    return allowed[np.argsort(choice[allowed])[-top_k:]]
+
+
+def mixture_of_experts(params, x, *, activation, top_k, groups=1, top_groups=1, renormalize=True, scaling=1.0):
+    """One token at a time, one expert at a time."""
+
+    def expert(weights, token):
+        gate, up, down = (weights[f"{n}_proj"] for n in ("gate", "up", "down"))
+        return activation(token @ gate, token @ up) @ down
+
+    latent = linear(params, "latent_down_proj", x) if "latent_down_proj" in params else x
+    routed = np.zeros_like(latent)
+    for t in range(len(x)):
+        scores = reference.sigmoid(x[t] @ params["router"]["kernel"])
+        chosen = choose_experts(scores + params["router"]["bias"], top_k=top_k, groups=groups, top_groups=top_groups)
+        total = scores[chosen].sum() + 1e-20 if renormalize else 1.0
+        for e in chosen:
+            weights = {name: stack[e] for name, stack in params["experts"].items()}
+            routed[t] += scaling * scores[e] / total * expert(weights, latent[t])
+    if "latent_down_proj" in params:
+        routed = linear(params, "latent_up_proj", rms_norm(routed, params["latent_norm"]["scale"]))
+    if "shared" in params:
+        routed = routed + expert({name: part["kernel"] for name, part in params["shared"].items()}, x)
+    return routed
+
+
+def attention_residual(params, sources):
+    """A mixture of the sources [n, T, D] at every token."""
+    y = np.zeros_like(sources[0])
+    for t in range(len(y)):
+        scores = [rms_norm(x[t], params["norm"]["scale"]) @ params["proj"]["kernel"][:, 0] for x in sources]
+        y[t] = softmax(np.array(scores)) @ np.stack([x[t] for x in sources])
+    return y

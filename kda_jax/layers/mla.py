@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 from kda_jax.layers.attention import AttentionImplementation, attend, settle
 from kda_jax.layers.cache import AttentionCache, append, init_attention_cache, locate
 from kda_jax.layers.inputs import check_inputs, no_tokens, zero_padding
-from kda_jax.layers.norm import EPSILON
 from kda_jax.ops.types import SegmentIds
 
 
@@ -49,6 +48,7 @@ class MLAConfig:
 
 
 KIMI_LINEAR = MLAConfig()
+EPSILON = 1e-6  # of the norms within: a tenth of the other norms' in the published models
 
 
 class LatentAttention(nnx.Module):

@@ -1,6 +1,5 @@
 """A decoder-only language model whose layers mix linear and softmax attention in any pattern."""
 
-import functools
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -49,6 +48,13 @@ def build_mixer(kind: str, config: HybridConfig, rngs: nnx.Rngs) -> TokenMixer:
     )
 
 
+def build_residual(config: HybridConfig, rngs: nnx.Rngs) -> AttentionResidual | None:
+    """What one sublayer reads the stream by; None for its total."""
+    if config.residual_block is None:
+        return None
+    return AttentionResidual(config.width, param_dtype=config.param_dtype, rngs=rngs)
+
+
 class Block(nnx.Module):
     """x <- x + mixer(norm(x)); x <- x + mlp(norm(x)).
 
@@ -66,9 +72,7 @@ class Block(nnx.Module):
             self.mlp = GatedMLP(config.width, config.mlp_width or 4 * config.width, activation=activation, **common)
         else:
             self.mlp = MixtureOfExperts(config.width, config.moe, activation=activation, **common)
-        attend = functools.partial(AttentionResidual, config.width, param_dtype=config.param_dtype, rngs=rngs)
-        self.mixer_residual = None if config.residual_block is None else attend()
-        self.mlp_residual = None if config.residual_block is None else attend()
+        self.mixer_residual, self.mlp_residual = build_residual(config, rngs), build_residual(config, rngs)
         self.begins_block = config.residual_block is not None and index % config.residual_block == 0
 
     def __call__(
@@ -86,6 +90,22 @@ class Block(nnx.Module):
         return stream.add(y), cache, load
 
 
+def parameter_counts(model: "HybridLM") -> tuple[int, int]:
+    """How many parameters a model has, and how many of them compute with a token.
+
+    Those are all but the embedding, which is looked up, and the experts beyond the `top_k` that a token is sent to.
+    """
+    total = active = 0
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        size = variable.get_value().size
+        total += size
+        if path[0] == "embed" and not model.config.tie_embeddings:
+            continue
+        moe = model.config.moe
+        active += size * moe.top_k // moe.num_experts if moe is not None and "experts" in path else size
+    return total, active
+
+
 class HybridLM(nnx.Module):
     """Embedding, pre-norm blocks of a mixer and an MLP or experts, RMSNorm, logits (Kimi Linear, section 4).
 
@@ -100,9 +120,7 @@ class HybridLM(nnx.Module):
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.width, **common)
         self.blocks = nnx.List([Block(index, config, rngs=rngs) for index in range(len(config.layers))])
-        self.residual = None
-        if config.residual_block is not None:
-            self.residual = AttentionResidual(config.width, param_dtype=config.param_dtype, rngs=rngs)
+        self.residual = build_residual(config, rngs)
         self.norm = nnx.RMSNorm(config.width, epsilon=EPSILON, **common)
         if not config.tie_embeddings:
             small = nnx.initializers.normal(0.02)  # the published deviation: training starts near the uniform guess

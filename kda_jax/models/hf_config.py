@@ -1,0 +1,219 @@
+"""The published config.json of Kimi Linear and Kimi K3 as a `HybridConfig`, and back with nothing lost.
+
+A `HybridConfig` keeps the document that it was read from as `metadata`. Writing starts from there and sets what the
+fields say, so that what the model does not use (token ids, context length, vision tower) stays. Both ways check
+themselves: a document that would not be written as it was read is refused, and so is a config that the format cannot
+hold.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kda_jax.layers.mixer import MixerConfig, mixer_config
+from kda_jax.layers.mla import MLAConfig
+from kda_jax.layers.mlp import SiTU
+from kda_jax.layers.moe import MoEConfig
+from kda_jax.models import hf_fields
+from kda_jax.models.config import HybridConfig
+from kda_jax.models.hf_fields import LAYER_TYPES
+
+Document = dict[str, Any]
+
+MXFP4 = "mxfp4-pack-quantized"
+NEEDED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_attn_config"),
+)
+
+
+def from_json(document: Document, dtype: DTypeLike = jnp.float32) -> HybridConfig:
+    """The config that a published config.json describes, of the text model where there are others beside it.
+
+    Args:
+      document: the parsed file.
+      dtype: of the weights where the document names none.
+
+    Raises:
+      ValueError: listing every key that is missing, or whose value this library does not have.
+    """
+    config = _read(document, dtype)
+    written = _write(config)
+    text, written_text = _text(document), _text(written)
+    differences = _differences(text, written_text)
+    differences += [] if text is document else _differences(document, written)
+    if differences:
+        raise ValueError("config.json has values that this library does not have:\n  " + "\n  ".join(differences))
+    return config
+
+
+def to_json(config: HybridConfig) -> Document:
+    """The published config.json of a config; how it is computed (dtype, remat, implementations) is no part of it.
+
+    Raises:
+      ValueError: for a model that the format cannot hold, naming the fields.
+    """
+    unknown = set(config.layers) - set(LAYER_TYPES)
+    if unknown:
+        raise ValueError(f"the published format has the layers {', '.join(LAYER_TYPES)}, not {', '.join(unknown)}")
+    document = _write(config)
+    model = _model(config)
+    back = _model(_read(document, config.param_dtype))
+    lost = [
+        f"{field.name} = {getattr(model, field.name)!r}"
+        for field in dataclasses.fields(HybridConfig)
+        if field.compare and getattr(model, field.name) != getattr(back, field.name)
+    ]
+    if lost:
+        raise ValueError("the published format cannot hold these fields of the config:\n  " + "\n  ".join(lost))
+    return document
+
+
+def is_k3(config: HybridConfig) -> bool:
+    """Whether the model is published as Kimi K3's: a text model beside others, A_log padded, some weights float32."""
+    return config.mixer.float32_taps
+
+
+def _model(config: HybridConfig) -> HybridConfig:
+    """The config with what follows from other fields written out, and what is no part of the model at its default."""
+    mixer = dataclasses.replace(mixer_config("kda", config.mixer), chunk_size=64, decay_init="published")
+    return dataclasses.replace(
+        config,
+        pattern=config.layers,
+        num_layers=None,
+        num_value_heads=None if config.num_value_heads == config.num_heads else config.num_value_heads,
+        mlp_width=config.mlp_width or 4 * config.width,
+        mixer=dataclasses.replace(mixer, value_dim=None if mixer.value_dim == config.head_dim else mixer.value_dim),
+        dtype=config.param_dtype,
+        remat=False,
+        implementation=None,
+        attention_implementation=None,
+    )
+
+
+def _text(document: Document) -> Document:
+    return document.get("text_config", document)
+
+
+def _differences(document: Document, written: Document) -> list[str]:
+    return [
+        f"{key} is {value!r}, expected {written.get(key)!r}"
+        for key, value in document.items()
+        if key != "text_config" and value != written.get(key)
+    ]
+
+
+def _read(document: Document, dtype: DTypeLike) -> HybridConfig:
+    """The config by the document's own keys, without the check of what it does not read."""
+    text = _text(document)
+    missing = [key for key in NEEDED if key not in text]
+    linear = text.get("linear_attn_config", {})
+    missing += [
+        f"linear_attn_config.{key}"
+        for key in ("head_dim", "num_heads", "short_conv_kernel_size", "kda_layers", "full_attn_layers")
+        if key not in linear
+    ]
+    sparse = text.get("num_experts") is not None
+    if sparse:
+        missing += [key for key in ("num_experts_per_token", "moe_intermediate_size") if key not in text]
+        if "first_k_dense_replace" not in text and "mlp_layer_types" not in text:
+            missing.append("first_k_dense_replace")
+    situ = text.get("hidden_act") == "situ"
+    if situ:
+        missing += [key for key in ("activation_situ_beta", "activation_situ_linear_beta") if key not in text]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    kinds = dict.fromkeys(linear["kda_layers"], "kda") | dict.fromkeys(linear["full_attn_layers"], "mla")
+    if sorted(kinds) != list(range(1, text["num_hidden_layers"] + 1)):
+        raise ValueError(
+            "linear_attn_config.kda_layers and full_attn_layers must name each of the layers 1 to "
+            f"{text['num_hidden_layers']}, got {linear['kda_layers']} and {linear['full_attn_layers']}"
+        )
+    names = [part[key] for part in (text, document) for key in ("dtype", "torch_dtype") if part.get(key)]
+    dtype = jnp.dtype(names[0] if names else dtype)
+    return HybridConfig(
+        vocab_size=text["vocab_size"],
+        width=text["hidden_size"],
+        num_heads=linear["num_heads"],
+        head_dim=linear["head_dim"],
+        pattern=tuple(kinds[layer] for layer in sorted(kinds)),
+        mlp_width=text["intermediate_size"],
+        mixer=MixerConfig(
+            lower_bound=linear.get("gate_lower_bound"),
+            conv_width=linear["short_conv_kernel_size"],
+            output_gate="full" if linear.get("use_full_rank_gate") else "low_rank",
+            float32_taps=text is not document,
+        ),
+        mla=MLAConfig(
+            latent_dim=text["kv_lora_rank"],
+            key_dim=text["qk_nope_head_dim"],
+            shared_dim=text["qk_rope_head_dim"],
+            value_dim=text["v_head_dim"],
+            query_rank=text.get("q_lora_rank"),
+            output_gate=text.get("mla_use_output_gate", False),
+        ),
+        moe=_read_moe(document) if sparse else None,
+        dense_layers=_dense_layers(text) if sparse else 0,
+        situ=SiTU(text["activation_situ_beta"], text["activation_situ_linear_beta"]) if situ else None,
+        residual_block=text.get("attn_res_block_size") or None,
+        tie_embeddings=text.get("tie_word_embeddings", False),
+        dtype=dtype,
+        param_dtype=dtype,
+        metadata=json.dumps(document),
+    )
+
+
+def _read_moe(document: Document) -> MoEConfig:
+    text = _text(document)
+    quantization = document.get("quantization_config") or text.get("quantization_config")
+    if quantization is not None and quantization.get("format") != MXFP4:
+        raise ValueError(f"quantization_config.format must be {MXFP4!r}, got {quantization.get('format')!r}")
+    return MoEConfig(
+        num_experts=text["num_experts"],
+        top_k=text["num_experts_per_token"],
+        expert_width=text["moe_intermediate_size"],
+        shared_experts=text.get("num_shared_experts") or 0,
+        num_groups=text.get("num_expert_group", 1),
+        top_groups=text.get("topk_group", 1),
+        renormalize=text.get("moe_renormalize", True),
+        scaling=text.get("routed_scaling_factor", 1.0),
+        latent_dim=text.get("routed_expert_hidden_size"),
+        storage=None if quantization is None else "mxfp4",
+    )
+
+
+def _dense_layers(text: Document) -> int:
+    if "mlp_layer_types" in text:
+        return text["mlp_layer_types"].count("dense")
+    return text["first_k_dense_replace"]
+
+
+def _write(config: HybridConfig) -> Document:
+    """The config's document, with its fields set over what its metadata say."""
+    document = json.loads(config.metadata) or _new(config)
+    text = _text(document)
+    linear = text.setdefault("linear_attn_config", {})
+    dtype = jnp.dtype(config.param_dtype).name
+    if config.moe is not None and "mlp_layer_types" not in text:
+        text["first_k_dense_replace"] = config.dense_layers
+    hf_fields.text(config).set(text)
+    hf_fields.linear(config).set(linear)
+    for part in (document, text):
+        hf_fields.Fields(implied={"dtype": dtype, "torch_dtype": dtype}).set(part)
+    if config.moe is None or config.moe.storage is None:
+        document.pop("quantization_config", None)
+        text.pop("quantization_config", None)
+    elif "quantization_config" not in document and "quantization_config" not in text:
+        document["quantization_config"] = {"quant_method": "compressed-tensors", "format": MXFP4, "group_size": 32}
+    return document
+
+
+def _new(config: HybridConfig) -> Document:
+    """A document that names the architecture alone."""
+    if is_k3(config):
+        text = {"model_type": "kimi_linear", "dtype": ""}
+        return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text}
+    return {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": ""}

@@ -1,0 +1,50 @@
+"""MXFP4: blocks of 32 four-bit floats and one power of two (OCP Microscaling Formats 1.0), packed as in checkpoints."""
+
+import ml_dtypes
+import numpy as np
+
+BLOCK = 32
+LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)  # E2M1; bit 3 of a code is the sign
+CODES = np.concatenate([LEVELS, -LEVELS])
+BIAS = 127  # of the scale's exponent
+
+
+def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The weights [..., columns] as bfloat16, which holds each of them exactly: code * 2^(scale - 127).
+
+    Args:
+      packed: [..., columns / 2] uint8; the low four bits are the even column.
+      scale: [..., columns / 32] uint8.
+
+    Raises:
+      ValueError: for shapes that do not belong together.
+    """
+    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * BLOCK:
+        raise ValueError(f"packed {packed.shape} needs one scale for 16 bytes, got {scale.shape}")
+    values = CODES[np.stack([packed & 15, packed >> 4], axis=-1)]
+    blocks = values.reshape(*scale.shape, BLOCK)
+    weights = np.ldexp(blocks, scale.astype(np.int32)[..., None] - BIAS)
+    return weights.reshape(*packed.shape[:-1], -1).astype(ml_dtypes.bfloat16)
+
+
+def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(packed, scale) whose `unpack` is exactly `weights`, signs of zeros included.
+
+    Args:
+      weights: [..., columns], columns a multiple of 32.
+
+    Raises:
+      ValueError: if some block has no such representation, or the columns are no multiple of 32.
+    """
+    if weights.shape[-1] % BLOCK:
+        raise ValueError(f"MXFP4 needs a multiple of {BLOCK} columns, got {weights.shape}")
+    blocks = weights.astype(np.float32).reshape(*weights.shape[:-1], -1, BLOCK)
+    largest = np.max(np.abs(blocks), axis=-1)
+    # 4 <= largest / 2^exponent < 8: if any scale represents the block, this one does.
+    exponent = np.maximum(np.frexp(largest)[1] - 3, -BIAS)
+    scaled = np.ldexp(blocks, -exponent[..., None])
+    code = np.searchsorted(LEVELS, np.abs(scaled)).clip(max=len(LEVELS) - 1)
+    if not np.array_equal(LEVELS[code], np.abs(scaled)):
+        raise ValueError("these weights are no MXFP4 numbers")
+    code = np.where(np.signbit(blocks), code + 8, code).astype(np.uint8).reshape(*weights.shape[:-1], -1)
+    return code[..., ::2] | code[..., 1::2] << 4, (exponent + BIAS).astype(np.uint8)
