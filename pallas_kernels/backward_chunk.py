@@ -95,9 +95,14 @@ def between_runs(blocks: list[Block], n: int, chunk: Chunk, interpret: bool) -> 
     kw = {"interpret": interpret}
     odd = [b & n == n for b in range(BLOCKS)]
     F = [x.U if o else x.D for x, o in zip(blocks, odd, strict=True)]
-    k = [chunk.load(chunk.k, b) for b in range(BLOCKS)]
-    z = [chunk.load(chunk.q, b) if odd[b] else k[b] for b in range(BLOCKS)]
-    zF, kF = ([times(x, f) for x, f in zip(y, F, strict=True)] for y in (z, k))
+
+    def k(b: int) -> jax.Array:
+        return chunk.load(chunk.k, b)
+
+    def z(b: int) -> jax.Array:
+        return chunk.load(chunk.q, b) if odd[b] else k(b)
+
+    zF, kF = ([times(x(b), F[b]) for b in range(BLOCKS)] for x in (z, k))
     out, between = [], []
     for b, x in enumerate(blocks):
         p = t = zeros(BLOCK)
@@ -105,7 +110,7 @@ def between_runs(blocks: list[Block], n: int, chunk: Chunk, interpret: bool) -> 
             if (b ^ c).bit_length() == n.bit_length():
                 p, t = lv.add_product(p, zF[c], chunk.X, c, b, **kw), lv.add_product(t, kF[c], chunk.Y, c, b, **kw)
         p, t = F[b] * p, F[b] * t
-        between.append(_between(z[b], k[b], p, t))
+        between.append(_between(z(b), k(b), p, t))
         grown = F[b] * lv.block_end(blocks[(b ^ n) | (n - 1)].U, **kw)
         if odd[b]:
             out.append(x._replace(dq=x.dq + p, dk=x.dk + t, U=grown))
@@ -140,10 +145,6 @@ def _columns(x: jax.Array) -> list[jax.Array]:
     return [x[:, b * BLOCK : (b + 1) * BLOCK] for b in range(BLOCKS)]
 
 
-def _whole(blocks: list[Block], name: str) -> jax.Array:
-    return jnp.concatenate([getattr(x, name) for x in blocks], 1)
-
-
 def make_backward_chunk(
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, scale: float, interpret: Any = None
 ) -> Any:
@@ -158,7 +159,8 @@ def make_backward_chunk(
 
     def kernel(*refs: Any) -> None:
         q, k, g, beta, do, v_new, dv, S, dS, dq, dk, dg, dbeta, *scratch = refs
-        qs, ks, dos, vs, dvs, Ss, dSs, X, Y, for_scores, for_keys, for_states = scratch
+        qs, ks, values, Ss, dSs, X, Y, zero, for_scores, for_keys, for_states = scratch
+        dos, vs, dvs = (values.at[i] for i in range(3))
         n, b, part = (lax.axis_index(name) for name in ("n", "b", "part"))
         h, part = lax.div(part, parts), lax.rem(part, parts)
         rows, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
@@ -169,6 +171,7 @@ def make_backward_chunk(
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
         for source, target in ((S, Ss), (dS, dSs)):
             plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
+        zero[0] = 0
         e = jnp.exp2(memory.load_transposed(g.at[b, rows, h, channels], **kw) * LOG2E)
 
         # 1. gradients of the scores, symmetric, and of beta
@@ -194,25 +197,31 @@ def make_backward_chunk(
         blocks = [within_block(b, x, chunk, emulated) for b, x in enumerate(_columns(e))]
         for run in (1, 2):
             blocks = between_runs(blocks, run, chunk, emulated)
-        U, D, dq_chunk, dk_chunk = (_whole(blocks, name) for name in ("U", "D", "dq", "dk"))
 
         # 3. through the states
         plgpu.barrier_wait(for_states)
-        query, key = (plgpu.load(x.T, layout=rg.LAYOUT).astype(f32) for x in (qs, ks))
-        y = U * _product(Ss.T, dos.T) * scale
-        dq_chunk, to_end = dq_chunk + y, query * y
+        dos, vs, dvs = (values.at[i + zero[0]] for i in range(3))
+
+        def through(a: Any, b: Any, factor: float, decay: str, x: Any, later: bool) -> list[jax.Array]:
+            """decay (factor a b), a block each; what x times that gives to dg is added there."""
+            product = _columns(_product(a, b))
+            y = [getattr(block, decay) * (z * factor) for block, z in zip(blocks, product, strict=True)]
+            moved = [(chunk.load(x, i).astype(f32) * y[i]).astype(jnp.bfloat16) for i in range(BLOCKS)]
+            dg_blocks[:] = add_sums(dg_blocks, moved, BLOCKS, [later] * BLOCKS, emulated)
+            return y
+
+        dg_blocks = [x.dg for x in blocks]
+        y = through(Ss.T, dos.T, scale, "U", qs, True)
+        dq_chunk = jnp.concatenate([(x.dq + z).astype(dtype) for x, z in zip(blocks, y, strict=True)], 1)
+        y = through(Ss.T, dvs.T, -1.0, "U", ks, True)
+        dk_chunk = [x.dk + z for x, z in zip(blocks, y, strict=True)]
+        y = through(dSs.T, vs.T, scale, "D", ks, False)
+        dk_chunk = jnp.concatenate([(x + z).astype(dtype) for x, z in zip(dk_chunk, y, strict=True)], 1)
         plgpu.commit_smem()
-        qs.T[...] = dq_chunk.astype(dtype)
-        y = U * _product(Ss.T, dvs.T)
-        dk_chunk, to_end = dk_chunk - y, to_end - key * y
-        dg_chunk = add_sums([x.dg for x in blocks], _columns(to_end.astype(jnp.bfloat16)), BLOCKS, [True] * 4, emulated)
-        y = D * _product(dSs.T, vs.T) * scale
-        ks.T[...] = (dk_chunk + y).astype(dtype)
+        qs.T[...], ks.T[...] = dq_chunk, dk_chunk
         plgpu.commit_smem()
         for source, target in ((qs, dq), (ks, dk)):
             plgpu.copy_smem_to_gmem(source, target.at[b, rows, h, channels])
-        dg_chunk = add_sums(dg_chunk, _columns((key * y).astype(jnp.bfloat16)), BLOCKS, [False] * 4, emulated)
-        dg_chunk = jnp.concatenate(dg_chunk, 1)
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
         overlap = zeros(CHUNK)
@@ -220,7 +229,7 @@ def make_backward_chunk(
             state, gradient = (plgpu.load(x.at[pl.ds(start, CHUNK)].T, layout=rg.LAYOUT) for x in (Ss, dSs))
             overlap += state.astype(f32) * gradient.astype(f32)
         overlap = lax.broadcast_in_dim(jnp.sum(overlap, 1), (CHANNELS, CHUNK), (0,))
-        memory.store_transposed(dg.at[b, rows, h, channels], dg_chunk + decayed * overlap, **kw)
+        memory.store_transposed(dg.at[b, rows, h, channels], jnp.concatenate(dg_blocks, 1) + decayed * overlap, **kw)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
@@ -234,9 +243,10 @@ def make_backward_chunk(
         grid_names=("n", "b", "part"),
         scratch_types=[
             *[tile((CHUNK, CHANNELS), dtype, CHANNELS)] * 2,
-            *[tile((CHUNK, V), dtype, 64)] * 3,
+            tile((3, CHUNK, V), dtype, 64),
             *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
             *[plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
+            plgpu.SMEM((1,), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
             *[plgpu.Barrier(num_arrivals=2)] * 2,
         ],

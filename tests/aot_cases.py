@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.backward_chunk import make_backward_chunk
+from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
 from pallas_kernels.decode import Activation, decode
 from pallas_kernels.prepare import make_prepare
@@ -33,7 +35,25 @@ def cases() -> Iterator[Case]:
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, T, H, K, V, dtype, scale=K**-0.5, config=config, has_state=True)
             yield f"scan {label}, {config}", scan, [*prepared, ((B, H, K, V), f32)]
+    yield from backward_cases()
     yield from decode_cases()
+
+
+def backward_cases() -> Iterator[Case]:
+    B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
+    for K, V in ((128, 128), (64, 64), (128, 256)):
+        label = f"{jnp.dtype(dtype).name} {K} {V}"
+        qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
+        inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
+        yield f"prepare and inverse {label}", make_prepare(qk, v, dtype, bounded=False, inverse=True), inputs
+        prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
+        prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
+        for warpgroups in (1, 2)[: V // 64]:
+            scan = make_backward_scan(v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
+            yield f"backward scan {label}, {warpgroups} warpgroups", scan, [*prepared, *[((B, H, K, V), f32)] * 2]
+        chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
+        arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
+        yield f"backward chunk {label}", chunk, arrays
 
 
 def decode_cases() -> Iterator[Case]:
