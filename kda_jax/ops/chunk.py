@@ -8,7 +8,7 @@ to the chunk's end, and Ul the last token's U (Kimi Linear, section 3.2, in the 
     3  scan       r = k U S        e = X (v - r)                   what the delta rule writes, chunk by chunk
                   o = scale q U S + A e        S <- Ul S + (k D)^T e
 
-The state's two readings are one product, and so are the two uses of e: [k U; scale q U] S and [A; (k D)^T] e.
+The state's two readings are one product, [k U; scale q U] S.
 """
 
 import functools
@@ -44,16 +44,15 @@ def _scan_states(initial: State, operands: tuple[Array, ...], slot: Int[Array, "
     """Stage 3: the final states, and for each chunk the state before it and o."""
 
     def chunk(states, inputs):
-        readers, v, X, writers, Ul, slot = inputs
+        readers, v, X, A, kD, Ul, slot = inputs
         S = states if slot is None else jax.lax.dynamic_index_in_dim(states, slot, keepdims=True)
         C = v.shape[1]
         e = heads_first(v)
         read = einsum("bhck,bhkv->bhcv", readers, S)
         if X is not None:
             e = einsum("bhij,bhjv->bhiv", X, e - read[..., :C, :])
-        written = einsum("bhic,bhcv->bhiv", writers, e)
-        o = read[..., -C:, :] + written[..., :C, :]
-        after = Ul[..., None] * S + written[..., C:, :]
+        o = read[..., -C:, :] + einsum("bhij,bhjv->bhiv", A, e)
+        after = Ul[..., None] * S + einsum("bhck,bhcv->bhkv", kD, e)
         states = after if slot is None else jax.lax.dynamic_update_index_in_dim(states, after[0], slot, 0)
         return states, (S, heads_first(o))
 
@@ -116,8 +115,7 @@ def kda_chunk(
     else:
         (A,), U, D = decayed_scores((q,), k, g, reset, g_min, einsum)
         X, readers = None, scale * q * U
-    writers = jnp.concatenate([scale * A + on_diagonal(own[..., 0]), jnp.swapaxes(k * D, -1, -2)], axis=-2)
-    operands = (readers, values, X, writers, U[..., -1, :])
+    operands = (readers, values, X, scale * A + on_diagonal(own[..., 0]), k * D, U[..., -1, :])
     slot = None if alignment is None else alignment.slot
     final_state, (S, o) = _scan_states(initial_state, operands, slot, einsum)
     o = from_chunks(o).astype(v.dtype)
