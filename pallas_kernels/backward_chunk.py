@@ -214,9 +214,9 @@ def make_backward_chunk(
         y = through(Ss.T, dos.T, scale, "U", qs, True)
         dq_chunk = jnp.concatenate([(x.dq + z).astype(dtype) for x, z in zip(blocks, y, strict=True)], 1)
         y = through(Ss.T, dvs.T, -1.0, "U", ks, True)
-        dk_chunk = [x.dk + z for x, z in zip(blocks, y, strict=True)]
+        dk_blocks = [x.dk + z for x, z in zip(blocks, y, strict=True)]
         y = through(dSs.T, vs.T, scale, "D", ks, False)
-        dk_chunk = jnp.concatenate([(x + z).astype(dtype) for x, z in zip(dk_chunk, y, strict=True)], 1)
+        dk_chunk = jnp.concatenate([(x + z).astype(dtype) for x, z in zip(dk_blocks, y, strict=True)], 1)
         plgpu.commit_smem()
         qs.T[...], ks.T[...] = dq_chunk, dk_chunk
         plgpu.commit_smem()

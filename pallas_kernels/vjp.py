@@ -104,8 +104,8 @@ _kda.defvjp(_kda_forward, _kda_backward)
 
 def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The forward pass of one device."""
-    *arrays, state = inputs if len(inputs) == 6 else (*inputs, None)
-    return forward(*arrays, state, **_options(static, inputs))
+    q, k, v, g, beta, *state = inputs
+    return forward(q, k, v, g, beta, state[0] if state else None, **_options(static, inputs))
 
 
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:

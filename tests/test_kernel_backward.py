@@ -12,6 +12,7 @@ from tolerances import assert_close, gradient
 
 from pallas_kernels.backward import backward
 from pallas_kernels.config import Config
+from pallas_kernels.vjp import kda_mosaic
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 DECAYS = {
@@ -21,13 +22,14 @@ DECAYS = {
 }
 
 
-@functools.cache
-def kernels(config, g_min=None):
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
+
+@functools.cache
+def kernels(config):
     def run(*arrays):
         *inputs, state, do, dstate = arrays
-        options = {"scale": inputs[0].shape[-1] ** -0.5, "g_min": g_min, "config": config, "interpret": interpret}
+        options = {"scale": inputs[0].shape[-1] ** -0.5, "g_min": None, "config": config, "interpret": INTERPRET}
         return backward(tuple(inputs), state, (do, dstate), **options)
 
     return jax.jit(run)
@@ -48,8 +50,8 @@ def arrays(rng, decay, T, H, HV, K, V):
     return [*half[:3], *full[:3], half[3], full[3]]
 
 
-def check(inputs, config, g_min=None):
-    got = kernels(config, g_min)(*inputs)
+def check(inputs, run):
+    got = run(*inputs)
     *exact, do, dstate = (np.asarray(x.astype(jnp.float32)) for x in inputs)
     _, want = oracle(*exact, do=do, dfinal_state=dstate)
     for name, x, y, of in zip(NAMES, got, want, inputs, strict=False):
@@ -59,12 +61,17 @@ def check(inputs, config, g_min=None):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_grouped_heads_and_a_ragged_end(rng, decay):
-    check(arrays(rng, decay, T=70, H=1, HV=2, K=64, V=64), Config())
+    check(arrays(rng, decay, T=70, H=1, HV=2, K=64, V=64), kernels(Config()))
 
 
-def test_bounded_decay(rng):
-    check(arrays(rng, "saturated", T=70, H=1, HV=2, K=64, V=64), Config(), g_min=-5.0)
+def test_bounded_decay_through_the_public_function(rng):
+    def run(*arrays):
+        *inputs, state, do, dstate = arrays
+        function = functools.partial(kda_mosaic, scale=64**-0.5, g_min=-5.0, interpret=INTERPRET)
+        return jax.vjp(lambda *x: function(*x[:5], initial_state=x[5]), *inputs, state)[1]((do, dstate))
+
+    check(arrays(rng, "saturated", T=70, H=1, HV=2, K=64, V=64), jax.jit(run))
 
 
 def test_two_warpgroups_two_parts_of_the_keys_and_more_chunks_than_stages(rng):
-    check(arrays(rng, "slow", T=180, H=1, HV=1, K=128, V=128), Config(warpgroups=2, stages=2))
+    check(arrays(rng, "slow", T=180, H=1, HV=1, K=128, V=128), kernels(Config(warpgroups=2, stages=2)))
