@@ -73,10 +73,8 @@ class HybridConfig:
             value = getattr(self, name)
             if (value is None and name in required) or (value is not None and value < 1):
                 raise ValueError(f"HybridConfig.{name} must be at least 1, got {value}")
-        if self.dense_layers < 0 or (self.dense_layers and self.moe is None):
-            raise ValueError(
-                f"HybridConfig.dense_layers must be at least 0, and 0 without moe, got {self.dense_layers}"
-            )
+        if self.dense_layers < 0:
+            raise ValueError(f"HybridConfig.dense_layers must be at least 0, got {self.dense_layers}")
         if not self.pattern or isinstance(self.pattern, str):
             raise ValueError(f"HybridConfig.pattern must be a sequence of layer kinds, got {self.pattern!r}")
         object.__setattr__(self, "pattern", tuple(self.pattern))

@@ -86,6 +86,7 @@ def _model(config: HybridConfig) -> HybridConfig:
         num_layers=None,
         num_value_heads=None if config.num_value_heads == config.num_heads else config.num_value_heads,
         mlp_width=config.mlp_width or 4 * config.width,
+        dense_layers=0 if config.moe is None else config.dense_layers,
         mixer=dataclasses.replace(mixer, value_dim=None if mixer.value_dim == config.head_dim else mixer.value_dim),
         dtype=config.param_dtype,
         remat=False,

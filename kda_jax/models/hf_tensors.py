@@ -130,7 +130,10 @@ class Entry:
             part = part.T if self.transposed else part
             part = np.pad(part.reshape(-1), (0, math.prod(self.shapes[0]) - part.size)).reshape(self.shapes[0])
             if self.packed:
-                packed, scale = mxfp4.pack(part)
+                try:
+                    packed, scale = mxfp4.pack(part)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}; MoEConfig.storage=None saves them as they are") from error
                 yield f"{name}_packed", packed
                 yield f"{name}_scale", scale
             else:
