@@ -1,5 +1,6 @@
 """A model with every kind of cache, and what generation must give: the model asked anew for every token."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import layer_cases
 import numpy as np
 from flax import nnx
 
-from kda_jax.layers import MixerConfig, MLAConfig
+from kda_jax.layers import MixerConfig, MLAConfig, MoEConfig
 from kda_jax.models import HybridConfig, HybridLM
 
 VOCAB = 13
@@ -21,6 +22,13 @@ CONFIG = HybridConfig(
     rope_theta=100.0,
     mixer=MixerConfig(chunk_size=16),
     mla=MLAConfig(latent_dim=7, key_dim=4, shared_dim=2, value_dim=5),
+)
+EXPERTS = dataclasses.replace(
+    CONFIG,
+    pattern=("kda", "mla"),
+    mixer=MixerConfig(chunk_size=16, lower_bound=-5.0),
+    moe=MoEConfig(num_experts=5, top_k=2, expert_width=6, shared_experts=1, scaling=2.0),
+    residual_block=1,
 )
 LENGTH = 48  # of the rows that the model is asked about, so that it is compiled once
 

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from generation_cases import assert_same, build, prompts
+import pytest
+from generation_cases import CONFIG, EXPERTS, assert_same, build, prompts
 
 from kda_jax.models.decoding import NOTHING, Decoder, Request, begin, pieces
 from kda_jax.models.pool import PrefixCache, checkpoint, empty_pool, join, leave, resume
@@ -57,9 +58,10 @@ def test_a_slot_at_rest_never_changes(rng):
     assert_same(rows_of(pool, [1]), rows_of(alone, [1]))
 
 
-def test_nan_stays_in_its_slot(rng):
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_nan_stays_in_its_slot(config, rng):
     """A request whose cache is NaN leaves the others bit for bit unchanged, and nothing in its slot for the next."""
-    decoder = Decoder(build())
+    decoder = Decoder(build(config))
     texts = prompts(rng, (7, 9, 6))
     after = {}
     for spoilt in (False, True):
