@@ -10,7 +10,6 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import layer_cases
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -255,4 +254,4 @@ def test_bfloat16_is_read_as_such(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(document))
     config, model = hf.load(tmp_path)
     assert config == CONFIGS["bfloat16"]
-    assert model.embed.embedding[...].dtype == ml_dtypes.bfloat16
+    assert model.embed.embedding[...].dtype == jnp.bfloat16

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from kda_jax.models.hf_tensors import OTHER_MODELS, Entry, Tensor
@@ -17,7 +17,7 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": np.dtype(jnp.bfloat16),
     "U8": np.dtype(np.uint8),
 }
 

@@ -1,6 +1,6 @@
 """MXFP4: blocks of 32 four-bit floats and one power of two (OCP Microscaling Formats 1.0), packed as in checkpoints."""
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 BLOCK = 32
@@ -24,7 +24,7 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     values = CODES[np.stack([packed & 15, packed >> 4], axis=-1)]
     blocks = values.reshape(*scale.shape, BLOCK)
     weights = np.ldexp(blocks, scale.astype(np.int32)[..., None] - BIAS)
-    return weights.reshape(*packed.shape[:-1], -1).astype(ml_dtypes.bfloat16)
+    return weights.reshape(*packed.shape[:-1], -1).astype(jnp.bfloat16)
 
 
 def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
