@@ -19,7 +19,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,6 @@ _DECODE = flags.DEFINE_list("decode", None, "SEQUENCESxHEADS,...; by default non
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, "Of kda_jax.kda; by default all that run, but scan.")
 _PEERS = flags.DEFINE_list("peers", ["all"], "all (that are installed), none, or names.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of q, k, v and o; by default float32 on a CPU, bfloat16 on a GPU.")
-_OUTPUT = flags.DEFINE_string("output", os.devnull, "A file for the lines of JSON, which are printed too.")
 
 SHAPES = {
     "cpu": ["1x1024x4"],
@@ -281,7 +279,7 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
         settings = parse(_SHAPES.value, _DECODE.value, _GATES.value, _IMPLEMENTATIONS.value, _PEERS.value, _DTYPE.value)
         first = header(settings)
-        log = open_log(Path(_OUTPUT.value), first)
+        log = open_log(first)
         print(json.dumps(first), flush=True)
         rows = []
         for row in run(settings):

@@ -1,5 +1,6 @@
 """What the benchmarks' commands share: flags, error lines and the file of results."""
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,8 @@ from absl import flags
 
 from experiments import metrics
 from experiments.errors import ConfigError
+
+OUTPUT = flags.DEFINE_string("output", os.devnull, "A file for the lines of JSON, which are printed too.")
 
 Row = dict[str, Any]
 
@@ -21,12 +24,13 @@ def read_flags(argv: list[str]) -> list[str]:
         sys.exit(f"error: {' '.join(str(error).split())}")
 
 
-def open_log(path: Path, header: Mapping[str, Any]) -> metrics.Log:
-    """A new log at `path`.
+def open_log(header: Mapping[str, Any]) -> metrics.Log:
+    """A new log at --output.
 
     Raises:
       ConfigError: if it cannot be written.
     """
+    path = Path(OUTPUT.value)
     try:
         return metrics.Log(path, header, 0)
     except OSError as error:
