@@ -135,21 +135,20 @@ def random_model(config: HybridConfig) -> HybridLM:
 def measure(model: HybridLM, context: int, batch: int) -> Row:
     """Milliseconds a token for all rows together: median and minimum of `ROUNDS` samples of `STEPS` tokens."""
     limit = STEPS * (ROUNDS + 1)
-    shapes = jax.eval_shape(lambda: model.init_cache(batch, context + limit))
+    decoder = Decoder(model)
+    shapes = jax.eval_shape(lambda: decoder.init_cache(batch, context + limit))
     attention = [layer for layer in shapes if isinstance(layer, AttentionCache)]
     row = {
         "batch": batch,
         "context": context,
         "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
         "cache_bytes": size_in_bytes(shapes),
-        "attention_bytes_a_token": sum(size_in_bytes(layer.entries) for layer in attention)
-        // (batch * (context + limit)),
+        "attention_bytes_a_token": sum(size_in_bytes(x.entries) // (batch * x.capacity) for x in attention),
     }
     memory = jax.devices()[0].memory_stats() or {}
     if row["cache_bytes"] + memory.get("bytes_in_use", 0) > memory.get("bytes_limit", float("inf")):
         return row | {"error": f"the cache does not fit the {memory['bytes_limit'] / 2**30:.0f} GiB that JAX may use"}
     try:
-        decoder = Decoder(model)
         state = begin([Request([1], limit)] * batch, filled_cache(shapes, context))
         first, state = _seconds(decoder, state)
         samples = []

@@ -25,7 +25,7 @@ def test_lines_and_table(tmp_path):
     assert [(row["model"], row["context"]) for row in rows] == [(m, c) for m in ("full", "hybrid") for c in (8, 32)]
     full, hybrid = rows[1], rows[3]
     assert (full["attention_bytes_a_token"], hybrid["attention_bytes_a_token"]) == (4 * 12 * 4, 12 * 4)
-    assert full["cache_bytes"] == 2 * (32 + 8) * 4 * (12 + 1) * 4 + 4 * 2 * 4
+    assert full["cache_bytes"] == 2 * 256 * 4 * (12 + 1) * 4 + 4 * 2 * 4
     for row in rows:
         assert 0 < row["min_ms_a_token"] <= row["ms_a_token"] < 1e3 * row["first_sample_s"]
         assert row["tokens_a_second"] == pytest.approx(2e3 / row["ms_a_token"])
@@ -86,7 +86,7 @@ def test_size_of_the_full_cache():
     """64 rows of 131,072 tokens with attention in all layers fit an H200 beside the weights."""
     config = dataclasses.replace(decode_bench.SIZES["1.3b"], pattern=("mla",))
     model = decode_bench.abstract_model(config)
-    cache = jax.eval_shape(lambda: model.init_cache(64, 131072 + 96))
+    cache = jax.eval_shape(lambda: model.init_cache(64, 131328))
     assert 100 < decode_bench.size_in_bytes(cache) / 2**30 < 112
 
 

@@ -14,11 +14,11 @@ from jaxtyping import Int
 
 from kda_jax.models.hybrid import Cache, HybridLM
 from kda_jax.models.sampling import GREEDY, Sampling, sample
-from kda_jax.ops.types import SegmentIds
 
+CAPACITY_UNIT = 256  # XLA splits the products with a long cache, and would copy one of another length to even parts
 NOTHING = -1  # where a row has no token: it had ended, or it has fewer stop tokens than others
 
-Piece = tuple[Int[np.ndarray, "B T"], SegmentIds | None]
+Piece = tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"] | None]
 """Tokens of some prompts with their segment ids, None if there is no padding among them."""
 
 
@@ -144,8 +144,8 @@ class Decoder:
         self._init_cache = jax.jit(model.init_cache, static_argnums=(0, 1))
 
     def init_cache(self, batch_size: int, capacity: int) -> Cache:
-        """Empty rows for at most `capacity` tokens each."""
-        return self._init_cache(batch_size, capacity)
+        """Empty rows with room for `capacity` tokens each, or somewhat more: lengths near each other share programs."""
+        return self._init_cache(batch_size, -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT)
 
     def check(self, request: Request) -> None:
         """Raises ValueError if a token of the prompt is none of the model's."""
@@ -203,6 +203,7 @@ def _step(model: HybridLM, state: Decoding) -> tuple[Decoding, Int[Array, " B"]]
     active = state.active
     ids = active[:, None].astype(jnp.int32)
     logits, cache = model(state.token[:, None], segment_ids=ids, cache=state.cache)
+    assert cache is not None  # a call with one returns one
     drawn = sample(jax.vmap(jax.random.fold_in)(state.key, state.count), logits[:, 0], state.sampling)
     count = state.count + active
     ended = active & jnp.any(drawn[:, None] == state.stop, axis=1)

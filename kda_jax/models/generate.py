@@ -24,7 +24,6 @@ from kda_jax.models.tokenizer import decode_stream, load_tokenizer
 
 CHUNK_SIZE = 512  # tokens of a prompt in one call
 BURST = 8  # tokens decoded between two looks at them
-CAPACITY_UNIT = 128  # capacities are multiples, so that lengths near each other share programs
 
 
 def generate(
@@ -81,8 +80,7 @@ def _bursts(decoder: Decoder, requests: Sequence[Request], burst: int, chunk_siz
 
 def _start(decoder: Decoder, requests: Sequence[Request], chunk_size: int) -> Decoding:
     """The prefilled rows."""
-    length = max(request.length for request in requests)
-    cache = decoder.init_cache(len(requests), -(-length // CAPACITY_UNIT) * CAPACITY_UNIT)
+    cache = decoder.init_cache(len(requests), max(request.length for request in requests))
     for piece in pieces([request.prompt for request in requests], chunk_size):
         cache = decoder.prefill(cache, piece)
     return begin(requests, cache)

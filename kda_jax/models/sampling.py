@@ -91,6 +91,6 @@ def _cutoff(scaled: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array,
     among = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1])[:, None] > jnp.arange(scaled.shape[1])[None]
     p = jax.nn.softmax(jnp.where(among, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(p, axis=-1) - p  # what the more likely tokens hold
-    top_p = sampling.top_p[:, None]
+    top_p = jnp.asarray(sampling.top_p)[:, None]
     count = jnp.sum(among & ((before < top_p) | (top_p >= 1)), axis=-1)
     return jnp.take_along_axis(ordered, count[:, None] - 1, axis=-1)[:, 0]
