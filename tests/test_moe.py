@@ -166,6 +166,23 @@ def test_balance(rng):
     assert np.ptp(loads[-1]) < 30
 
 
+def test_vmap_over_layers(rng):
+    """Several seeds in one program, with gradients: each its own loads."""
+    layers = [build("kimi_linear", rng) for _ in range(2)]
+    graphdef = nnx.graphdef(layers[0])
+    x = jnp.asarray(rng.normal(size=(2, 7, WIDTH)), jnp.float32)
+
+    def loss(state):
+        y, load = nnx.merge(graphdef, state)(x)
+        return jnp.sum(jnp.sin(y)), load
+
+    grad = jax.grad(loss, has_aux=True)
+    together = jax.jit(jax.vmap(grad))(jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, layers)))
+    for i, layer in enumerate(layers):
+        close = lambda a, b, i=i: tolerances.assert_close(a[i], b, tolerances.GRADIENT["float32"])  # noqa: E731
+        jax.tree.map(close, together, grad(nnx.state(layer)))
+
+
 def test_shard_map(rng):
     """Over the batch, with check_vma on: outputs and the sum of the shards' gradients."""
     graphdef, params = nnx.split(build("kimi_linear", rng))
