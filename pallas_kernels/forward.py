@@ -1,12 +1,18 @@
-"""The forward pass: `prepare` over all chunks at once, then `scan` over each sequence and head."""
+"""The forward pass: `prepare` over all chunks at once, then `scan` over each sequence and head.
+
+Where there are too few sequences and heads to fill the chip, a sequence is split into pieces. A first scan gives each
+piece's affine map of the state before it, S -> M S + N; composed in order they are the states before the pieces, from
+which a second scan takes all pieces at once. That is exact however slowly the state fades.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import make_prepare
+from pallas_kernels.prepare import CHUNK, make_prepare
 from pallas_kernels.scan import make_scan
 
 ROWS = 8  # tokens in a group of shared memory's layout
@@ -19,27 +25,69 @@ def forward(
     g: jax.Array,
     beta: jax.Array,
     initial_state: jax.Array | None,
+    sequences: jax.Array | None = None,
     *,
     scale: float,
     g_min: float | None,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o [B, T, HV, V] in v's dtype, final state [B, HV, K, V] float32) for activated inputs; shapes as in `kda`.
+    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) for activated inputs; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >=
-    g_min >= -5.
+    g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of chunks of each sequence in the only row;
+    without, every row is one.
     """
     T = v.shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         q, k, v, g, beta = (jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v, g, beta))
-    B, padded, _, K = q.shape
-    HV, V = v.shape[2:]
+    B, padded = v.shape[:2]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, interpret=interpret)
     prepared = prepare(q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32))
-    has_state = initial_state is not None
-    scan = make_scan(B, padded, HV, K, V, v.dtype, scale=scale, config=config, has_state=has_state, interpret=interpret)
-    state = () if initial_state is None else (initial_state.astype(jnp.float32),)
-    o, final_state = scan(*prepared, *state)
+
+    def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
+        has_state = state is not None
+        options |= {"scale": scale, "config": config, "has_state": has_state, "interpret": interpret}
+        run = make_scan(spans.shape[0], v.shape, q.shape[3], v.dtype, **options)
+        return run(spans, *prepared, *([state] if has_state else []))
+
+    if initial_state is not None:
+        initial_state = initial_state.astype(jnp.float32)
+    pieces = 1 if sequences is not None else config.pieces
+    if sequences is not None:
+        spans = jnp.pad(sequences, ((0, 0), (1, 0)))
+    else:
+        spans = jnp.asarray(_pieces(B, -(-padded // CHUNK), pieces))
+    if pieces > 1:
+        maps = scan(spans, config=Config(), outputs=False)[0]
+        initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
+        o, _ = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]))
+    else:
+        o, final_state = scan(spans, initial_state)
     return o[:, :T], final_state
+
+
+def _pieces(rows: int, chunks: int, pieces: int) -> np.ndarray:
+    """Spans of [rows pieces, 3]: every row's chunks in order, in pieces of equal length but the last."""
+    row, piece = (x.reshape(-1) for x in np.indices((rows, pieces)))
+    length = -(-chunks // pieces)
+    first = np.minimum(piece * length, chunks)
+    return np.stack([row, first, np.minimum(length, chunks - first)], 1).astype(np.int32)
+
+
+def _compose(maps: jax.Array, initial_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The states before the pieces [B, P, HV, K, V] and behind the last, from maps [N | M] [B, P, HV, K, V + K]."""
+    K = maps.shape[-2]
+    N, M = maps[..., :-K], maps[..., -K:]
+
+    def apply(M: jax.Array, S: jax.Array) -> jax.Array:
+        return jnp.einsum("...ij,...jv->...iv", M, S, precision="highest")
+
+    def follow(first: Any, second: Any) -> Any:
+        return apply(second[0], first[0]), apply(second[0], first[1]) + second[1]
+
+    M, N = jax.lax.associative_scan(follow, (M, N), axis=1)
+    initial = jnp.zeros_like(N[:, 0]) if initial_state is None else initial_state
+    after = apply(M, initial[:, None]) + N
+    return jnp.concatenate([initial[:, None], after[:, :-1]], 1), after[:, -1]

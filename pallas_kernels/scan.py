@@ -7,6 +7,10 @@ values, K], in the
 registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register
 operands, and the chain from chunk to chunk never passes through memory. Warpgroups of one block share all inputs but
 u; one more warpgroup loads them ahead.
+
+A sequence is a span of chunks: a row of the batch, one of the sequences packed into a row, or a piece of a long one.
+A span acts on the state before it as an affine map, S -> M S + N; the same loop without outputs gives N as the state
+from zero and M, with u = 0, as the state from the identity.
 """
 
 from typing import Any
@@ -22,6 +26,7 @@ from pallas_kernels import registers as rg
 from pallas_kernels.config import Config
 from pallas_kernels.memory import tile
 from pallas_kernels.prepare import CHUNK
+from pallas_kernels.within import iota, zeros
 
 ROWS = rg.ROWS  # values a warpgroup
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
@@ -29,37 +34,39 @@ f32 = jnp.float32
 
 
 def make_scan(
-    B: int,
-    T: int,
-    HV: int,
+    spans: int,
+    o_shape: tuple[int, ...],
     K: int,
-    V: int,
     dtype: Any,
     *,
     scale: float,
     config: Config,
-    has_state: bool,
+    has_state: bool = False,
+    outputs: bool = True,
     interpret: Any = None,
 ) -> Any:
-    """The kernel (qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, state
-    [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [B, HV, K, V] float32.
+    """The kernel (spans [N, 3] int32, qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64,
+    K] float32, state [N, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [N, HV, K, V] float32.
 
-    V must be a multiple of the values of `config.warpgroups`.
+    A span is a row of the batch, its first chunk there and its number of chunks. V must be a multiple of the values of
+    `config.warpgroups`. Without `outputs` the result is the spans' affine maps alone, [N | M] as [N, HV, K, V + K]
+    float32, and K must be such a multiple too.
     """
+    _, T, HV, V = o_shape
     chunks = pl.cdiv(T, CHUNK)
-    warpgroups, stages = config.warpgroups, min(config.stages, chunks)
+    warpgroups, stages = config.warpgroups, config.stages
     emulated = interpret is not None
+    columns = V if outputs else V + K
 
-    def kernel(*refs: Any) -> None:
-        inputs, (o, final_state), scratch = (
-            refs[: 6 + has_state],
-            refs[6 + has_state : 8 + has_state],
-            refs[8 + has_state :],
+    def kernel(where: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *refs: Any) -> None:
+        (initial_state, o), (final_state, *scratch) = (
+            (refs[:has_state], refs[has_state : has_state + outputs]),
+            refs[has_state + outputs :],
         )
-        (qU, kD, w, u, A, total), initial_state = inputs[:6], inputs[6:]
         qs, ks, ws, As, us, totals, os, full, free, *bounce = scratch
         wg = lax.axis_index("wg")
-        b, h = lax.axis_index("b"), lax.axis_index("h")
+        span, h = lax.axis_index("s"), lax.axis_index("h")
+        b, first_chunk, length = (where[span, i] for i in range(3))
         head = b * HV + h
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
@@ -78,10 +85,12 @@ def make_scan(
             plgpu.wgmma_wait(0)
 
         def store(out: jax.Array, n: jax.Array) -> None:
+            """The outputs of chunk n of the span; out of bounds before the first, a branch would cost the overlap."""
+            rows = pl.ds(jnp.where(n < 0, chunks, first_chunk + n) * CHUNK, CHUNK)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             os.at[wg].T[...] = out
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(os.at[wg], o.at[b, pl.ds(n * CHUNK, CHUNK), h, own_values])
+            plgpu.copy_smem_to_gmem(os.at[wg], o[0].at[b, rows, h, own_values])
 
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             S, previous, s = carry
@@ -90,25 +99,28 @@ def make_scan(
             # both before the first product: ptxas waits for all products before it touches what one of them has written
             state, decayed = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
-            def products(corrections: Any, outputs: Any, update: Any) -> tuple[jax.Array, jax.Array]:
+            def products(corrections: Any, update: Any, *results: Any) -> tuple[jax.Array, jax.Array]:
                 multiply(corrections, state, ws.at[s].T)
-                multiply(outputs, state, qs.at[s].T)
-                # the chunk before leaves; before the first, out of bounds: a branch would cost the overlap
-                store(previous, jnp.where(n == 0, chunks, n - 1))
+                for result in results:
+                    multiply(result, state, qs.at[s].T)
+                    store(previous, n - 1)
                 values = plgpu.load(us.at[s, wg].T, layout=rg.LAYOUT).astype(f32)
-                values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=1)).astype(dtype)
+                if not outputs:
+                    values = jnp.where(first_value < V, values, jnp.zeros_like(values))
+                values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))).astype(dtype)
                 # the next state first: the next chunk waits for it
                 if not emulated:  # the interpreter cannot start from a value
                     update[...] = decayed
                 multiply(update, values, ks.at[s])
-                multiply(outputs, values, As.at[s].T)
-                S_next = plgpu.wgmma_accumulator_load(update, wait_n=1)
-                return decayed + S_next if emulated else S_next, (outputs[...] * scale).astype(dtype)
+                for result in results:
+                    multiply(result, values, As.at[s].T)
+                S_next = plgpu.wgmma_accumulator_load(update, wait_n=len(results))
+                out = (results[0][...] * scale).astype(dtype) if results else previous
+                return decayed + S_next if emulated else S_next, out
 
-            def accumulator(columns):
-                return plgpu.ACC((ROWS, columns), f32)
-
-            S, out = pl.run_scoped(products, *(accumulator(columns) for columns in (CHUNK, CHUNK, K)))
+            S, out = pl.run_scoped(
+                products, *(plgpu.ACC((ROWS, columns), f32) for columns in (CHUNK, K, *[CHUNK] * outputs))
+            )
             plgpu.barrier_arrive(free.at[s])
             return S, out, jnp.where(s == stages - 1, 0, s + 1)
 
@@ -122,50 +134,55 @@ def make_scan(
                 def _() -> None:
                     plgpu.barrier_wait(free.at[s])
 
-                rows = pl.ds(n * CHUNK, CHUNK)
-                for source, target in ((w, ws), (qU, qs), (kD, ks), (A, As)):
+                rows = pl.ds((first_chunk + n) * CHUNK, CHUNK)
+                for source, target in ((w, ws), (kD, ks), *[(qU, qs), (A, As)] * outputs):
                     plgpu.copy_gmem_to_smem(source.at[head, rows], target.at[s], full.at[s])
                 for i in range(warpgroups):
-                    values = pl.ds(first_value + i * ROWS, ROWS)
+                    values = pl.ds(jnp.minimum(first_value, V - warpgroups * ROWS) + i * ROWS, ROWS)
                     plgpu.copy_gmem_to_smem(u.at[head, rows, values], us.at[s, i], full.at[s])
-                plgpu.copy_gmem_to_smem(total.at[head, n], totals.at[s], full.at[s])
+                plgpu.copy_gmem_to_smem(total.at[head, first_chunk + n], totals.at[s], full.at[s])
                 return jnp.where(s == stages - 1, 0, s + 1)
 
-            lax.fori_loop(0, chunks, fetch, jnp.int32(0))
-            for n in range(chunks - stages, chunks):  # so that no arrival is left unseen
-                plgpu.barrier_wait(free.at[n % stages])
+            lax.fori_loop(0, length, fetch, jnp.int32(0))
+
+            def see(n: jax.Array, _: None) -> None:  # so that no arrival is left unseen
+                plgpu.barrier_wait(free.at[lax.rem(n, stages)])
+
+            lax.fori_loop(jnp.maximum(length - stages, 0), length, see, None)
 
         @pl.when(wg < warpgroups)
         def consume() -> None:
             if warpgroups > 1:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
-            def zeros(columns, dtype):
-                return plgpu.layout_cast(jnp.zeros((ROWS, columns), dtype), rg.LAYOUT)
-
-            S = (
-                memory.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated)
-                if has_state
-                else zeros(K, f32)
-            )
-            S, out, _ = lax.fori_loop(0, chunks, step, (S, zeros(CHUNK, dtype), jnp.int32(0)))
-            store(out, jnp.int32(chunks - 1))
-            memory.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)
+            if has_state:
+                S = memory.load_transposed(initial_state[0].at[span, h, :, own_values], interpret=emulated)
+            else:
+                S = zeros(K)
+                if not outputs:  # the identity's columns behind those of the values
+                    own = iota(0, K) + (first_value + wg * ROWS - V)
+                    S = jnp.where(own == iota(1, K), S + 1, S)
+            empty = plgpu.layout_cast(jnp.zeros((ROWS, CHUNK), dtype), rg.LAYOUT)
+            S, out, _ = lax.fori_loop(0, length, step, (S, empty, jnp.int32(0)))
+            if outputs:
+                store(out, length - 1)
+            memory.store_transposed(final_state.at[span, h, :, own_values], S, interpret=emulated)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3
     scratch += [tile((stages, CHUNK, CHUNK), dtype, 64), tile((stages, warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.SMEM((stages, K), f32)]
     scratch += [tile((warpgroups, CHUNK, ROWS), dtype, 64)]
-    scratch += [plgpu.Barrier(num_arrivals=5 + warpgroups, num_barriers=stages)]
+    scratch += [plgpu.Barrier(num_arrivals=3 + 2 * outputs + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
         scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in {CHUNK, K}]
     return plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((B, T, HV, V), dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],
-        grid=(V // (ROWS * warpgroups), HV, B),
-        grid_names=("v", "h", "b"),
+        out_type=[jax.ShapeDtypeStruct(o_shape, dtype)] * outputs
+        + [jax.ShapeDtypeStruct((spans, HV, K, columns), f32)],
+        grid=(columns // (ROWS * warpgroups), HV, spans),
+        grid_names=("v", "h", "s"),
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types=scratch,

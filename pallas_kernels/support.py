@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kda_jax.ops.gates import Decay
 
-KEY_CHANNELS = (64, 128)
+KEY_CHANNELS = (64, 128)  # of the kernels; others are filled up with zeros
 VALUE_CHANNELS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
@@ -25,26 +25,23 @@ def unsupported_reason(
     v: jax.Array,
     g: jax.Array,
     *,
-    packed: bool = False,
     platform: str | None = None,
 ) -> str | None:
     """Why `kda_mosaic` cannot run on these inputs (arrays, tracers or `jax.ShapeDtypeStruct`), or None.
 
-    packed: the call has segment_ids or cu_seqlens. platform: "hopper" skips the look at the default device, for a
-    program that is lowered for a machine that is not this one.
+    platform: "hopper" skips the look at the default device, for a program that is lowered for a machine that is not
+    this one.
     """
     if platform != "hopper" and (reason := _unsupported_device()):
         return reason
-    if packed:
-        return "packed sequences (segment_ids, cu_seqlens) are not supported"
     if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
         return f"q, k, v must share a dtype of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}"
     if jnp.dtype(g.dtype).itemsize > 4:
         return f"g must have at most 32 bits, got {g.dtype}"
-    if q.shape[-1] not in KEY_CHANNELS:
-        return f"the number of key channels must be one of {KEY_CHANNELS}, got {q.shape[-1]}"
-    if v.shape[-1] not in VALUE_CHANNELS:
-        return f"the number of value channels must be one of {VALUE_CHANNELS}, got {v.shape[-1]}"
+    if q.shape[-1] > KEY_CHANNELS[-1]:
+        return f"the number of key channels must be at most {KEY_CHANNELS[-1]}, for the registers, got {q.shape[-1]}"
+    if v.shape[-1] > VALUE_CHANNELS[-1]:
+        return f"the number of value channels must be at most {VALUE_CHANNELS[-1]}, got {v.shape[-1]}"
     if 0 in v.shape:
         return f"v must not be empty, got shape {v.shape}"
     return None
@@ -70,6 +67,11 @@ def unsupported_step_reason(
     if not 0 < state.shape[0] <= STEP_ROWS:
         return f"the number of sequences must be 1 to {STEP_ROWS}, got {state.shape[0]}"
     return None
+
+
+def filled_up(channels: int, sizes: tuple[int, ...]) -> int:
+    """The least of the sizes that holds the channels."""
+    return min(size for size in sizes if size >= channels)
 
 
 def _unsupported_device() -> str | None:

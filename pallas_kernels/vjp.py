@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax.ops.chunk import kda_chunk
+from kda_jax.ops.packing import Packing, align, plan_cu_seqlens
 from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
+from pallas_kernels.prepare import CHUNK
+from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
+
+RESET = -1e4  # a log decay that leaves exactly nothing
 
 
 def kda_mosaic(
@@ -23,6 +28,7 @@ def kda_mosaic(
     *,
     scale: float,
     initial_state: State | None = None,
+    packing: Packing | None = None,
     g_min: float | None = None,
     config: Config | None = None,
     interpret: Any = None,
@@ -31,33 +37,61 @@ def kda_mosaic(
     are `kda_jax.kda`'s.
 
     The backward pass keeps the inputs alone; where `backward.unsupported_reason` gives a reason, it is that of the
-    chunk form in XLA.
+    chunk form in XLA. A state is reset by a decay of exactly 0; with `cu_seqlens` the tokens are copied to where each
+    sequence begins a chunk. Other numbers of channels than the kernels' are filled up with zeros.
 
     Args:
       config: tuning; by default that of the shape on each device.
       interpret: `plgpu.InterpretGPUParams` to emulate the kernels on a CPU.
 
     Returns:
-      o [B, T, HV, V] in v's dtype; final state [B, HV, K, V] float32.
+      o [B, T, HV, V] in v's dtype; final state [N, HV, K, V] float32.
     """
-    inputs = (q, k, v, g, beta) + (() if initial_state is None else (initial_state,))
+    K, V = q.shape[-1], v.shape[-1]
+    more_k, more_v = filled_up(K, KEY_CHANNELS) - K, filled_up(V, VALUE_CHANNELS) - V
+    g = g.astype(jnp.float32)
+    if packing is not None and packing.reset is not None:
+        g = jnp.where(packing.reset[..., None, None], RESET, g)
+    inputs = [_widen(x, more) for x, more in ((q, more_k), (k, more_k), (v, more_v), (g, more_k))] + [beta]
+    alignment = None
+    if packing is not None and packing.cu_seqlens is not None and packing.slot is not None:
+        alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
+        inputs = [alignment.gather(x) for x in inputs]
+    if initial_state is not None:
+        inputs += [jnp.pad(initial_state, [(0, 0), (0, 0), (0, more_k), (0, more_v)])]
+    if alignment is not None:
+        inputs += [alignment.spans.astype(jnp.int32)]
+    static = _Static(float(scale), g_min, initial_state is not None, alignment is not None, config, interpret)
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
-    o, final_state = _kda(_Static(float(scale), g_min, config, interpret), *as_varying(inputs, inputs))
-    return o, final_state
+    o, final_state = _kda(static, *as_varying(tuple(inputs), tuple(inputs)))
+    if alignment is not None:
+        o = o[:, alignment.target]
+    return o[..., :V], final_state[..., :K, :V]
+
+
+def _widen(x: jax.Array, channels: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, channels)]) if channels else x
 
 
 class _Static(NamedTuple):
     scale: float
     g_min: float | None
+    has_state: bool
+    packed: bool  # the only row holds several sequences, the last input their spans
     config: Config | None
     interpret: Any
 
+    def axes(self) -> tuple[str, str]:
+        """Of the inputs and of the outputs, for `over_batch_and_heads`."""
+        state = "n j k v" if self.packed else "b j k v"
+        inputs = "b t h k, b t h k, b t j v, b t j k, b t j" + f", {state}" * self.has_state + ", n i" * self.packed
+        return inputs, f"b t j v, {state}"
 
-_OUTPUTS = "b t j v, b j k v"
-
-
-def _axes(inputs: tuple[jax.Array, ...]) -> str:
-    return "b t h k, b t h k, b t j v, b t j k, b t j" + ", b j k v" * (len(inputs) == 6)
+    def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any]:
+        """The five arrays of tokens, the initial state and the spans, the last two None where there are none."""
+        more = list(inputs[5:])
+        state = more.pop(0) if self.has_state else None
+        return inputs[:5], state, more.pop(0) if self.packed else None
 
 
 def _mapped(run: Any, static: _Static, arrays: str, results: str, inputs: tuple[jax.Array, ...]) -> Any:
@@ -74,7 +108,7 @@ def _mapped(run: Any, static: _Static, arrays: str, results: str, inputs: tuple[
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _mapped(_local, static, _axes(inputs), _OUTPUTS, inputs)
+    return _mapped(_local, static, *static.axes(), inputs)
 
 
 def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
@@ -83,20 +117,27 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
 
 def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, ...]:
-    if unsupported_reason(inputs[2].dtype, static.scale) is None:
-        axes = _axes(inputs)
-        return _mapped(_local_backward, static, f"{axes}, {_OUTPUTS}", axes, (*inputs, *cotangents))
+) -> tuple[jax.Array | None, ...]:
+    if not static.packed and unsupported_reason(inputs[2].dtype, static.scale) is None:
+        arrays, results = static.axes()
+        return _mapped(_local_backward, static, f"{arrays}, {results}", arrays, (*inputs, *cotangents))
 
-    def chunk_form(
-        q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *state: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        zero = jnp.zeros((v.shape[0], *v.shape[2:3], q.shape[3], v.shape[3]), jnp.float32)
-        initial = state[0] if state else zero
-        o, final_state, _ = kda_chunk(q, k, v, g, beta, scale=static.scale, initial_state=initial, g_min=static.g_min)
+    spans = inputs[-1] if static.packed else None
+    differentiable = inputs[:-1] if static.packed else inputs
+
+    def chunk_form(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g, beta, *state = inputs
+        options: dict[str, Any] = {"scale": static.scale, "g_min": static.g_min}
+        if spans is not None:
+            ends = CHUNK * (spans[:, 0] + spans[:, 1])
+            options["packing"] = plan_cu_seqlens(jnp.pad(ends, (1, 0)), v.shape[1])
+        sequences = v.shape[0] if spans is None else spans.shape[0]
+        zero = jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+        o, final_state, _ = kda_chunk(q, k, v, g, beta, initial_state=state[0] if state else zero, **options)
         return o, final_state
 
-    return jax.vjp(chunk_form, *inputs)[1](cotangents)
+    gradients = jax.vjp(chunk_form, *differentiable)[1](cotangents)
+    return (*gradients, None) if static.packed else gradients
 
 
 _kda.defvjp(_kda_forward, _kda_backward)
@@ -104,18 +145,18 @@ _kda.defvjp(_kda_forward, _kda_backward)
 
 def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The forward pass of one device."""
-    q, k, v, g, beta, *state = inputs
-    return forward(q, k, v, g, beta, state[0] if state else None, **_options(static, inputs))
+    (q, k, v, g, beta), state, spans = static.split(inputs)
+    return forward(q, k, v, g, beta, state, spans, **_options(static, inputs))
 
 
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The backward pass of one device."""
     *inputs, do, dstate = arrays
-    state = inputs[5] if len(inputs) == 6 else None
-    return backward(tuple(inputs[:5]), state, (do, dstate), **_options(static, arrays))
+    tokens, state, _ = static.split(tuple(inputs))
+    return backward(tokens, state, (do, dstate), **_options(static, arrays))
 
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
-    v = arrays[2]
-    config = static.config or default_config(v.shape[0] * v.shape[2], v.shape[3])
+    B, T, HV, V = arrays[2].shape
+    config = static.config or default_config(B * HV, V, -(-T // CHUNK))
     return {"scale": static.scale, "g_min": static.g_min, "config": config, "interpret": static.interpret}

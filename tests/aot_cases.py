@@ -33,8 +33,10 @@ def cases() -> Iterator[Case]:
             yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
-            scan = make_scan(B, T, H, K, V, dtype, scale=K**-0.5, config=config, has_state=True)
-            yield f"scan {label}, {config}", scan, [*prepared, ((B, H, K, V), f32)]
+            scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
+            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, ((B, H, K, V), f32)]
+        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
+        yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()
     yield from decode_cases()
 

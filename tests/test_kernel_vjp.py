@@ -3,6 +3,7 @@ place.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from reference import kda as oracle
 from tolerances import assert_close
 
 from kda_jax.ops.chunk import kda_chunk
+from kda_jax.ops.packing import plan_cu_seqlens
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
+from pallas_kernels.prepare import CHUNK
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 8, 16
 SCALE = K**-0.5
@@ -24,15 +27,18 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(q, k, v, g, beta, initial_state, *, scale, g_min, config, interpret):
+    def forward(q, k, v, g, beta, initial_state, sequences, *, scale, g_min, config, interpret):
         if initial_state is None:
             initial_state = jnp.zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
-        return kda_chunk(q, k, v, g, beta, scale=scale, initial_state=initial_state)[:2]
+        packing = None
+        if sequences is not None:
+            packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
+        return kda_chunk(q, k, v, g, beta, scale=scale, initial_state=initial_state, packing=packing)[:2]
 
     def backward(inputs, initial_state, cotangents, *, scale, g_min, config, interpret):
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
-            return forward(*inputs, state, scale=scale, g_min=g_min, config=config, interpret=interpret)
+            return forward(*inputs, state, None, scale=scale, g_min=g_min, config=config, interpret=interpret)
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
@@ -89,6 +95,26 @@ def test_gradients_without_backward_kernels_are_those_of_the_chunk_form(rng, mon
 
 def test_gradients_of_every_input(rng):
     check_gradients(rng)
+
+
+def test_gradients_of_packed_sequences(rng):
+    """Each of its own state, one of them empty; the tokens behind the last get none."""
+    cu = [0, 30, 30, 66]
+    arrays = [x[:1] for x in inputs(rng)]
+    arrays[5] = jnp.asarray(rng.normal(size=(3, HV, K, V)), jnp.float32)
+    do, dstate = jnp.asarray(rng.normal(size=(1, T, HV, V)), jnp.float32), jnp.asarray(arrays[5][::-1])
+    packing = plan_cu_seqlens(jnp.asarray(cu), T)
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing)
+    _, pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays)
+    got = pull((do * packing.valid[..., None, None], dstate))
+    for n, (start, end) in enumerate(itertools.pairwise(cu)):
+        own = [x[:, start:end] for x in arrays[:5]]
+        _, want = oracle(*own, arrays[5][n : n + 1], scale=SCALE, do=do[:, start:end], dfinal_state=dstate[n : n + 1])
+        for name, x, y in zip(("q", "k", "v", "g", "beta"), got, want[:5], strict=False):
+            if end > start:
+                assert_close(x[:, start:end], y, 1e-4, name)
+        assert_close(got[5][n : n + 1], want[5], 1e-4, "initial_state")
+    assert all(not x[:, 66:].any() for x in got[:5])
 
 
 def test_no_initial_state_is_zero(rng):

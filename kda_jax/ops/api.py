@@ -8,7 +8,6 @@ from jaxtyping import Array
 from kda_jax.ops import validate
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
-from kda_jax.ops.packing import Packing
 from kda_jax.ops.prepare import SEQUENCE_DIMS, plan, run_sequence, select_valid
 from kda_jax.ops.scan import kda_scan
 from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values
@@ -16,8 +15,8 @@ from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentI
 Implementation = str | Sequence[str] | None
 
 
-def _mosaic_gpu(*inputs, packing, chunk_size, **options):
-    del packing, chunk_size  # refused by its support; fixed by its kernels
+def _mosaic_gpu(*inputs, chunk_size, **options):
+    del chunk_size  # fixed by its kernels
     from pallas_kernels.vjp import kda_mosaic
 
     return kda_mosaic(*inputs, **options)
@@ -45,13 +44,13 @@ def check_names(implementation: Implementation, known: Iterable[str]) -> tuple[s
     return names
 
 
-def _unsupported_reason(name: str, q: Array, k: Array, v: Array, g: Array, packing: Packing | None) -> str | None:
+def _unsupported_reason(name: str, q: Array, k: Array, v: Array, g: Array) -> str | None:
     """Why the named implementation cannot run on these inputs here, or None."""
     if name != "mosaic_gpu":
         return None
     from pallas_kernels.support import unsupported_reason
 
-    return unsupported_reason(q, k, v, g, packed=packing is not None)
+    return unsupported_reason(q, k, v, g)
 
 
 def first_supported(names: tuple[str, ...], reason: Callable[[str], str | None]) -> str:
@@ -64,10 +63,10 @@ def first_supported(names: tuple[str, ...], reason: Callable[[str], str | None])
     raise NotImplementedError("; ".join(f"implementation {name!r}: {reason}" for name, reason in reasons.items()))
 
 
-def _run_first(names: tuple[str, ...], q, k, v, g, beta, *, packing, **options):
+def _run_first(names: tuple[str, ...], q, k, v, g, beta, **options):
     """The first of the named implementations that supports the inputs."""
-    name = first_supported(names, lambda name: _unsupported_reason(name, q, k, v, g, packing))
-    return _IMPLEMENTATIONS[name](q, k, v, g, beta, packing=packing, **options)
+    name = first_supported(names, lambda name: _unsupported_reason(name, q, k, v, g))
+    return _IMPLEMENTATIONS[name](q, k, v, g, beta, **options)
 
 
 def kda(

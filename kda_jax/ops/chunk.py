@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.intra import decayed_scores, on_diagonal, unit_lower_inverse
-from kda_jax.ops.packing import Alignment, Packing, align
+from kda_jax.ops.packing import Packing, align
 from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
 
 
@@ -40,7 +40,7 @@ def heads_first(x: Array) -> Array:
     return jnp.swapaxes(x, -3, -2)
 
 
-def _scan_states(initial: State, operands: tuple[Array, ...], slot: Int[Array, " chunks"] | None, einsum: Callable):
+def _scan_states(initial: State, operands: tuple[Array | None, ...], slot: Int[Array, " chunks"] | None, einsum: Callable):
     """Stage 3: the final states, and for each chunk the state before it and o."""
 
     def chunk(states, inputs):
@@ -97,7 +97,7 @@ def kda_chunk(
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     inputs = [x.astype(dtype) for x in (q, k, v, g, beta)]
     if alignment is not None:
-        inputs = [_gather(x, alignment) for x in inputs]
+        inputs = [alignment.gather(x) for x in inputs]
     q, k, values, g, beta = inputs
     beta = beta[..., None]
     if not delta_rule:
@@ -121,8 +121,3 @@ def kda_chunk(
     o = from_chunks(o).astype(v.dtype)
     o = o[:, : v.shape[1]] if alignment is None else o[:, alignment.target]
     return o, final_state, S
-
-
-def _gather(x: Array, alignment: Alignment) -> Array:
-    valid = alignment.valid.reshape(1, -1, *(1,) * (x.ndim - 2))
-    return jnp.where(valid, x[:, alignment.source], 0)

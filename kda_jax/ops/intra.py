@@ -80,7 +80,7 @@ def _score(rows: Array, k: Array, einsum: Callable) -> Array:
 
 
 def _bounded_scores(rows: Iterable[Array], k: Array, U: Array, einsum: Callable) -> tuple[Array, ...]:
-    """`decayed_scores` within blocks of s <= TILE tokens, each [*chunk, m, s, s], by one product, from P_ij = U_i / U_j.
+    """`decayed_scores` within blocks of s <= TILE tokens, each [*chunk, m, s, s], by one product of U_i and 1 / U_j.
 
     With g >= -5 and a factor in the middle of U's range, no operand grows or shrinks by more than exp(40).
     """

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kda_jax.ops.types import CuSeqlens, SegmentIds, TokenMask
 
@@ -66,23 +66,30 @@ class Alignment:
       valid: [A], whether it holds one.
       target: [T], the aligned position of each token.
       slot: [A // C], the sequence that each chunk belongs to.
+      spans: [N, 2], the first chunk and the number of chunks of each sequence.
     """
 
     source: Int[Array, " A"]
     valid: Bool[Array, " A"]
     target: Int[Array, " T"]
     slot: Int[Array, " A//C"]
+    spans: Int[Array, "N 2"]
+
+    def gather(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "1 A *rest"]:
+        """The tokens of x in their aligned positions, zeros between."""
+        return jnp.where(self.valid.reshape(1, -1, *(1,) * (x.ndim - 2)), x[:, self.source], 0)
 
 
 def align(cu: CuSeqlens, slot: Int[Array, " T"], chunk_size: int) -> Alignment:
     """The alignment of packed sequences to chunks: at most T // C + N chunks, whatever the lengths."""
     num_tokens, num_sequences = slot.shape[0], cu.shape[0] - 1
-    ends = jnp.cumsum(-(-jnp.diff(cu) // chunk_size))  # the chunk after each sequence's last
-    starts = jnp.pad(ends, (1, 0))[:-1]
+    lengths = -(-jnp.diff(cu) // chunk_size)
+    ends = jnp.cumsum(lengths)  # the chunk after each sequence's last
+    starts = ends - lengths
     chunk = jnp.arange(num_tokens // chunk_size + num_sequences)
     owner = jnp.minimum(jnp.searchsorted(ends, chunk, side="right"), num_sequences - 1)
     first = cu[owner] + (chunk - starts[owner]) * chunk_size
     source = first[:, None] + jnp.arange(chunk_size)[None]
     valid = (source < cu[owner + 1][:, None]).reshape(-1)
     target = starts[slot] * chunk_size + jnp.arange(num_tokens) - cu[slot]
-    return Alignment(source.reshape(-1), valid, target, owner)
+    return Alignment(source.reshape(-1), valid, target, owner, jnp.stack([starts, lengths], axis=1))
