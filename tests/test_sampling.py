@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kda_jax.models import sampling
 from kda_jax.models.sampling import GREEDY, Sampling, sample
 
 LOGITS = np.array([1.2, -0.3, 2.5, 0.0, 1.1, -2.0, 2.4, 0.4, -0.9], np.float32)
@@ -60,6 +61,13 @@ def test_rows_of_different_settings():
     for row in (2, 8):
         spoilt = sample(keys, logits.at[row].set(jnp.nan), stacked)
         assert np.delete(spoilt, row).tolist() == np.delete(together, row).tolist()
+
+
+def test_a_row_without_cuts_keeps_all_beside_one_with():
+    """Even what is too rare to add to a sum."""
+    logits = jnp.array([[30.0, 0.0, -1.0], [30.0, 0.0, -1.0], [30.0, 0.0, -1.0]])
+    settings = Sampling(jnp.ones(3), jnp.array([0, 2, 0]), jnp.array([1.0, 1.0, 0.5]), jnp.zeros(3))
+    assert sampling._cutoff(logits, settings).tolist() == [-1.0, 0.0, 30.0]
 
 
 def test_ties_with_the_last_kept_are_kept():

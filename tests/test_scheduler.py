@@ -127,6 +127,7 @@ def test_cancel(rng):
     updates = scheduler.step()
     assert [update.number for update in updates] == numbers[:2]
     scheduler.cancel(numbers[0])
+    assert scheduler._pool.active.sum() == 1
     updates = scheduler.step()
     assert [update.number for update in updates] == [numbers[1]], "the third is on its way: two chunks of three"
     scheduler.cancel(numbers[2])

@@ -49,7 +49,7 @@ def leave(pool: Decoding, slot: int | Array) -> Decoding:
 
 @functools.partial(jax.jit, static_argnames="size")
 def checkpoint(cache: Cache, start: int | Array, size: int) -> Cache:
-    """What the latest `size` tokens of a one-row cache left behind, `start` tokens being before them.
+    """A copy of what the latest `size` tokens of a one-row cache left behind, `start` tokens being before them.
 
     Of a linear mixer that is its state and convolution tails, one size however many tokens; of an attention layer the
     entries of these tokens alone, as a cache of capacity `size`. The rest of the prefix is in the checkpoints before.
@@ -58,8 +58,8 @@ def checkpoint(cache: Cache, start: int | Array, size: int) -> Cache:
 
     def take(layer):
         if isinstance(layer, DeltaCache):
-            return jax.tree.map(jnp.copy, layer)  # the cache goes on and is overwritten
-        return AttentionCache(tuple(map(cut, layer.entries)), cut(layer.sequence), jnp.copy(layer.length))
+            return layer
+        return AttentionCache(tuple(map(cut, layer.entries)), cut(layer.sequence), layer.length)
 
     return tuple(map(take, cache))
 
@@ -74,9 +74,9 @@ def resume(cache: Cache, saved: Cache, start: int | Array) -> Cache:
 
     def restore(layer, part):
         if isinstance(layer, DeltaCache):
-            return jax.tree.map(jnp.copy, part)
+            return part
         entries = tuple(put(*pair) for pair in zip(layer.entries, part.entries, strict=True))
-        return AttentionCache(entries, put(layer.sequence, part.sequence), jnp.copy(part.length))
+        return AttentionCache(entries, put(layer.sequence, part.sequence), part.length)
 
     return tuple(restore(*pair) for pair in zip(cache, saved, strict=True))
 
