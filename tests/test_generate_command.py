@@ -3,25 +3,21 @@
 import dataclasses
 import json
 import sys
-import types
 
 import numpy as np
 import pytest
 from generation_cases import CONFIG, build
 
-import kda_jax.models
-from kda_jax.models import generate
+from kda_jax.models import generate, hf
 from kda_jax.models.tokenizer import ByteTokenizer, decode_stream, load_tokenizer
 
-BYTES = dataclasses.replace(CONFIG, vocab_size=256, pattern=("kda",))
+BYTES = dataclasses.replace(CONFIG, vocab_size=256, pattern=("kda",), rope_theta=None)
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    """A directory whose model is `build(BYTES)`."""
-    loader = types.SimpleNamespace(load=lambda directory: (BYTES, build(BYTES)))
-    monkeypatch.setattr(kda_jax.models, "hf", loader, raising=False)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 300}))
+def checkpoint(tmp_path):
+    """The directory of `build(BYTES)`."""
+    hf.save(tmp_path, BYTES, build(BYTES))
     return tmp_path
 
 
@@ -82,6 +78,11 @@ def test_wrong_flags(checkpoint, flags, message, capsys):
 def test_wrong_requests(checkpoint, flags, message):
     with pytest.raises(SystemExit, match=message):
         generate.main([f"--checkpoint={checkpoint}", "--prompt=a", *flags])
+
+
+def test_a_directory_without_a_checkpoint(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: .*config.json"):
+        generate.main([f"--checkpoint={tmp_path}", "--prompt=a"])
 
 
 def test_bytes():

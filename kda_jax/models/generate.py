@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> None:
         ]
         _, model = hf.load(arguments.checkpoint)
         bursts = stream(model, requests)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(f"error: {error}")
     if len(requests) == 1:
         for text in decode_stream(tokenizer, (_tokens(burst[0], stop) for burst in bursts)):
