@@ -77,6 +77,15 @@ def test_how_it_is_computed_is_not_written():
     assert hf_config.to_json(other) == hf_config.to_json(config)
 
 
+def test_new_documents_are_explicit():
+    """Readers differ in what the absence of these means; transformers takes it for the 48B model's values."""
+    config = dataclasses.replace(PRESETS["kimi_linear_small"], moe=MoEConfig(num_experts=4, top_k=1, expert_width=8))
+    written = hf_config.to_json(config)
+    assert (written["routed_scaling_factor"], written["num_shared_experts"], written["moe_renormalize"]) == (1, 0, True)
+    assert all(written[f"{name}_token_id"] is None for name in ("bos", "eos", "pad"))
+    assert (written["mla_use_nope"], written["moe_router_activation_func"]) == (True, "sigmoid")
+
+
 def test_k3_without_a_bound():
     """A file of K3's kind that has no gate_lower_bound has the unbounded decay."""
     there = document("kimi_k3_tiny")

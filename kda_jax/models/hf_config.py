@@ -213,8 +213,12 @@ def _write(config: HybridConfig) -> Document:
 
 
 def _new(config: HybridConfig) -> Document:
-    """A document that names the architecture alone."""
+    """A document that names the architecture, and every key whose absence readers take differently."""
+    text: Document = {"model_type": "kimi_linear", "dtype": "", "q_lora_rank": None, "mla_use_nope": True}
+    text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if config.moe is not None:
+        text |= dict.fromkeys(("num_shared_experts", "num_expert_group", "topk_group", "moe_renormalize"))
+        text |= dict.fromkeys(("routed_scaling_factor", "moe_router_activation_func", "moe_layer_freq"))
     if is_k3(config):
-        text = {"model_type": "kimi_linear", "dtype": ""}
         return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text}
-    return {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": ""}
+    return {"architectures": ["KimiLinearForCausalLM"], **text}
