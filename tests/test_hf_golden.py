@@ -2,9 +2,9 @@
 
 kimi_linear_tiny: transformers 5.24.0; kimi_k3_tiny: a NumPy forward written from the published facts.
 
-Checked by hand, with transformers 5.24.0 and torch 2.13.0 on a CPU: it loads what `hf.save` writes of kimi_linear_tiny, in
-one file and in seven, with nothing missing or left over, the same logits bitwise and the same greedy tokens as from the
-original; and its logits of a saved small twin are within 5e-5 of ours.
+Checked by hand, with transformers 5.24.0 and torch 2.13.0 on a CPU: it loads what `hf.save` writes of kimi_linear_tiny,
+in one file and in seven, with nothing missing or left over, the same logits bitwise and the same greedy tokens as from
+the original; and its logits of a saved small twin are within 5e-5 of ours.
 """
 
 import functools
