@@ -14,6 +14,7 @@ from flax import nnx
 
 from kda_jax.layers import MixtureOfExperts, MoEConfig, SiTU, balanced_bias
 from kda_jax.layers.mlp import swiglu
+from kda_jax.models import HybridConfig
 
 WIDTH = layer_cases.WIDTH
 BASE = MoEConfig(num_experts=6, top_k=2, expert_width=5, shared_experts=1, scaling=2.4)
@@ -224,3 +225,10 @@ def test_config_errors(changes, message):
 def test_call_errors(rng):
     with pytest.raises(ValueError, match=r"x must be \[B, T, 12\], got \(2, 3\)"):
         build("one", rng)(jnp.zeros((2, 3)))
+
+
+def test_model_config_errors():
+    with pytest.raises(ValueError, match="dense_layers must be at least 0, got -1"):
+        HybridConfig(vocab_size=7, width=8, num_heads=2, head_dim=4, pattern=("kda",), moe=BASE, dense_layers=-1)
+    with pytest.raises(ValueError, match=r"must be above 0, got SiTU\(beta=0, linear_beta=25\.0\)"):
+        SiTU(beta=0)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import layer_cases
 import numpy as np
+import pytest
 import reference_layers as oracle
 import tolerances
 from flax import nnx
@@ -89,3 +90,8 @@ def test_remat_changes_nothing(rng):
     grad = nnx.jit(nnx.grad(lambda model: jnp.sum(jnp.sin(model(tokens)[0]))))
     close = lambda a, b: tolerances.assert_close(a, b, tolerances.GRADIENT["float32"])  # noqa: E731
     jax.tree.map(close, grad(remat), grad(plain))
+
+
+def test_config_error():
+    with pytest.raises(ValueError, match="residual_block must be at least 1, got 0"):
+        dataclasses.replace(CONFIG, residual_block=0)
