@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
+from flax import nnx
 from generation_cases import CONFIG, VOCAB, assert_same, build, call, continue_greedily, prompts
 
+from kda_jax.models import HybridLM
 from kda_jax.models.decoding import NOTHING, Decoder, Request, begin, pieces
 from kda_jax.models.generate import generate, stream
 from kda_jax.models.sampling import Sampling
@@ -80,6 +82,19 @@ def test_sampled_rows(rng):
     assert tokens[1:] != changed[1:]
     same = generate(model, [texts[0]] * 4, seed=1, **options)
     assert len(set(map(tuple, same))) > 1, "rows draw numbers of their own"
+
+
+def test_calls_alike_share_programs(rng, monkeypatch):
+    """Other prompts, settings and seeds of similar lengths are not compiled again, nor are models of one structure."""
+    options = {"max_new_tokens": 8, "chunk_size": 4}
+    generate(build(), prompts(rng, LENGTHS), **options)
+
+    def traced(*_, **__):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(HybridLM, "__call__", traced)
+    monkeypatch.setattr(HybridLM, "init_cache", traced)
+    generate(nnx.clone(build()), prompts(rng, (2, 14, 5, 1)), sampling=Sampling(0.7, top_p=0.5), seed=5, **options)
 
 
 def test_left_padding_leaves_no_trace(rng):

@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Int
 
 from kda_jax.models.hybrid import Cache, HybridLM
-from kda_jax.models.sampling import GREEDY, Sampling, sample
+from kda_jax.models.sampling import FIELDS, GREEDY, Sampling, sample
 
 CAPACITY_UNIT = 256  # XLA splits the products with a long cache, and would copy one of another length to even parts
 NOTHING = -1  # where a row has no token: it had ended, or it has fewer stop tokens than others
@@ -99,6 +99,7 @@ def begin(requests: Sequence[Request], cache: Cache, num_stop_tokens: int | None
     for row, request in enumerate(requests):
         stop[row, : len(request.stop_tokens)] = request.stop_tokens
     keys = [jax.random.fold_in(jax.random.key(request.seed), row) for row, request in enumerate(requests)]
+    settings = {name: jnp.asarray([getattr(r.sampling, name) for r in requests]) for name in FIELDS}
     numbers = lambda values: jnp.asarray(np.asarray(list(values), np.int32))  # noqa: E731
     return Decoding(
         cache=cache,
@@ -106,7 +107,7 @@ def begin(requests: Sequence[Request], cache: Cache, num_stop_tokens: int | None
         count=numbers(0 for _ in requests),
         limit=numbers(r.max_new_tokens for r in requests),
         key=jnp.stack(keys),
-        sampling=jax.tree.map(lambda *x: jnp.concatenate(x), *(r.sampling.rows(1) for r in requests)),
+        sampling=Sampling(**settings).rows(len(requests)),
         stop=jnp.asarray(stop),
     )
 
@@ -140,12 +141,11 @@ class Decoder:
         self.vocab_size = model.config.vocab_size
         graphdef, params = nnx.split(model)
         self._params, structure = jax.tree.flatten(params)
-        self._prefill, self._decode = _programs(graphdef, structure)
-        self._init_cache = jax.jit(model.init_cache, static_argnums=(0, 1))
+        self._init_cache, self._prefill, self._decode = _programs(graphdef, structure)
 
     def init_cache(self, batch_size: int, capacity: int) -> Cache:
         """Empty rows with room for `capacity` tokens each, or somewhat more: lengths near each other share programs."""
-        return self._init_cache(batch_size, -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT)
+        return self._init_cache(self._params, batch_size, -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT)
 
     def check(self, request: Request) -> None:
         """Raises ValueError if a token of the prompt is none of the model's."""
@@ -167,15 +167,16 @@ class Decoder:
 
 
 @functools.cache
-def _programs(graphdef: nnx.GraphDef, structure: PyTreeDef) -> tuple[Callable, Callable]:
-    """The same two for all models of one structure. They take a list of parameters, whose tree no call need walk."""
+def _programs(graphdef: nnx.GraphDef, structure: PyTreeDef) -> tuple[Callable, Callable, Callable]:
+    """The same for all models of one structure. They take a list of parameters, whose tree no call need walk."""
 
     def model(params: list[Array]) -> HybridLM:
         return nnx.merge(graphdef, jax.tree.unflatten(structure, params))
 
+    init_cache = jax.jit(lambda params, *sizes: model(params).init_cache(*sizes), static_argnums=(1, 2))
     prefill = jax.jit(functools.partial(_prefill, model), donate_argnames="cache")
     decode = jax.jit(functools.partial(_decode, model), static_argnames="steps", donate_argnames="state")
-    return prefill, decode
+    return init_cache, prefill, decode
 
 
 def _prefill(model, params, cache, tokens, segment_ids):
