@@ -112,10 +112,15 @@ def test_prefix_cache():
     assert prefixes.keys([1, 2, 3, 9, 5, 6])[:1] == keys[:1]
     assert not set(prefixes.keys([1, 2, 3, 9, 5, 6])[1:]) & set(keys)
     assert prefixes.find(keys) == []
-    for key, saved in zip(keys, "abc", strict=True):
-        prefixes.add(key, saved)
+    for end, saved in enumerate("abc", 1):
+        prefixes.add(keys[:end], saved)
     assert prefixes.find(keys) == ["a", "b", "c"]
     assert prefixes.find(prefixes.keys([1, 2, 3, 4])) == ["a", "b"]
-    prefixes.add(b"other", "d")
+    prefixes.add([b"other"], "d")
     assert len(prefixes) == 3
     assert prefixes.find(keys) == ["a", "b"], "the end of the longest goes first"
+    prefixes.add([b"new"], "e")
+    assert prefixes.find(keys) == ["a", "b"], "used since"
+    for end, saved in enumerate("abcdef", 1):
+        prefixes.add(prefixes.keys(range(12))[:end], saved)
+    assert prefixes.find(prefixes.keys(range(12))) == ["a", "b", "c"], "a prompt does not push out its own beginning"

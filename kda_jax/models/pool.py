@@ -82,7 +82,7 @@ def resume(cache: Cache, saved: Cache, start: int | Array) -> Cache:
 
 
 class PrefixCache:
-    """Checkpoints of prompts' beginnings, one for every whole chunk; the least recently used one makes room.
+    """Checkpoints of prompts' beginnings, one for every whole chunk; the least recently used makes room, ends first.
 
     Args:
       chunk_size: tokens between checkpoints.
@@ -111,12 +111,18 @@ class PrefixCache:
             if key not in self._checkpoints:
                 break
             found.append(self._checkpoints[key])
-        for key in reversed(keys[: len(found)]):  # a prefix is of use without its continuations, not they without it
-            self._checkpoints.move_to_end(key)
+        self._use(keys[: len(found)])
         return found
 
-    def add(self, key: bytes, saved: Cache) -> None:
-        """Keep a checkpoint under its key."""
-        self._checkpoints[key] = saved
+    def add(self, keys: Sequence[bytes], saved: Cache) -> None:
+        """Keep the checkpoint of the prefix that has the last of `keys`; those before are of its own prefixes."""
+        self._checkpoints[keys[-1]] = saved
+        self._use(keys)
         while len(self._checkpoints) > self.max_checkpoints:
             self._checkpoints.popitem(last=False)
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """Beginnings last: they are of use without what follows, which is of none without them."""
+        for key in reversed(keys):
+            if key in self._checkpoints:
+                self._checkpoints.move_to_end(key)

@@ -186,5 +186,5 @@ class Scheduler:
         if prefill.chunks < len(prefill.keys):
             size = self.config.chunk_size
             saved = checkpoint(prefill.cache, prefill.chunks * size, size)
-            self._prefixes.add(prefill.keys[prefill.chunks], saved)
             prefill.chunks += 1
+            self._prefixes.add(prefill.keys[: prefill.chunks], saved)
