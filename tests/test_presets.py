@@ -75,7 +75,7 @@ def test_small_twins_train(name, rng):
     Of each kind of layer there is one here: compilation is most of the time.
     """
     mixer = dataclasses.replace(PRESETS[name].mixer, chunk_size=16)
-    config = dataclasses.replace(PRESETS[name], pattern=("kda", "mla"), mixer=mixer)
+    config = dataclasses.replace(PRESETS[name], pattern=("kda", "mla"), mixer=mixer, remat=name == "kimi_k3_small")
     tokens = jnp.asarray(rng.integers(256, size=(2, 17)))
 
     @jax.jit

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -90,6 +91,15 @@ class Block(nnx.Module):
         return stream.add(y), cache, load
 
 
+def _recompute(block: Block, *inputs: Any) -> Any:
+    """The block's outputs, computed again in the backward.
+
+    Unlike with `nnx.remat`, variables outside the gradient may come from an outer trace: the block changes none.
+    """
+    graphdef, state = nnx.split(block)
+    return jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))(state, *inputs)
+
+
 def parameter_counts(model: "HybridLM") -> tuple[int, int]:
     """How many parameters a model has, and how many of them compute with a token.
 
@@ -166,7 +176,7 @@ class HybridLM(nnx.Module):
             raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tokens.shape}")
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache must have one entry for each of {len(self.blocks)} layers, got {len(cache)}")
-        apply = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        apply = _recompute if self.config.remat else Block.__call__
         stream = Stream(self.embed(tokens))
         caches: list[Any] = []
         loads: list[Load] = []
