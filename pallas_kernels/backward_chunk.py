@@ -26,11 +26,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import fragments as fr
 from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
+from pallas_kernels.activation import LOG2E
+from pallas_kernels.levels import Factor
 from pallas_kernels.memory import tile
-from pallas_kernels.prepare import CHUNK, LOG2E
+from pallas_kernels.prepare import CHUNK
 from pallas_kernels.within import iota, times, zeros
 
 CHANNELS = rg.ROWS  # key channels of a kernel's block
@@ -50,16 +53,22 @@ def _product(a: Any, b: Any) -> jax.Array:
 
 
 class Chunk(NamedTuple):
-    """A chunk in shared memory."""
+    """A chunk in shared memory. Loaded where it is used: registers are scarce."""
 
     q: Any  # [64 tokens, 64 channels]
     k: Any
     X: Any  # [64, 64] as `levels.store_pairs` leaves them
     Y: Any
+    interpret: bool
 
     def load(self, ref: Any, b: int) -> jax.Array:
-        """Block b, [64 channels, 16 tokens]. Loaded where it is used: registers are scarce."""
+        """Block b of q or k, [64 channels, 16 tokens]."""
         return plgpu.load(ref.at[pl.ds(b * BLOCK, BLOCK)].T, layout=rg.LAYOUT)
+
+    def scores(self, source: int, target: int) -> tuple[jax.Array, jax.Array]:
+        """The blocks of X and Y."""
+        X, Y = (lv.load_block(x, source, target, self.q.dtype, interpret=self.interpret) for x in (self.X, self.Y))
+        return X, Y
 
 
 class Block(NamedTuple):
@@ -72,72 +81,63 @@ class Block(NamedTuple):
     dg: jax.Array
 
 
-def within_block(b: int, e: jax.Array, chunk: Chunk, interpret: bool) -> Block:
+def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
     """What the pairs of block b give; e = exp(g)."""
-    kw = {"interpret": interpret}
-    q, k = chunk.load(chunk.q, b), chunk.load(chunk.k, b)
-    X, Y, own = chunk.X, chunk.Y, (b, b)
+    kw = {"interpret": chunk.interpret}
+    q, k, (X, Y) = chunk.load(chunk.q, b), chunk.load(chunk.k, b), chunk.scores(b, b)
     U, D, zero = e, zeros(BLOCK) + 1.0, zeros(BLOCK)
-    dq, dk, dg = lv.add_product(zero, k, X, *own, 0, **kw), lv.add_product(zero, q, X, *own, 0, **kw), zero
+    dq, dk = (lv.add_products(zero, Factor(x, X, 0), **kw) for x in (k, q))
+    dg = zero
     for s in lv.LEVELS:
-        F, z = lv.by_run(s, U, D, **kw), lv.by_run(s, q, k, **kw)
-        p = F * lv.add_product(zero, times(z, F), X, *own, s, **kw)
-        t = F * lv.add_product(zero, times(k, F), Y, *own, s, **kw)
-        dq, dk = lv.by_run(s, dq + p, dq, **kw), dk + lv.by_run(s, t, t + p, **kw)
-        dg = lv.add_sums(dg, _between(z, k, p, t), s, **kw)
+        F = lv.by_run(s, U, D, **kw)
+        qF, kF = times(q, F), times(k, F)
+        p = lv.add_products(zero, Factor(kF, X, s, odd=True), **kw)
+        t = lv.add_products(zero, Factor(kF, Y, s), Factor(qF, X, s, odd=False), **kw)
+        dq, dk = dq + F * p, dk + F * t
+        dg = lv.add_sums(dg, times(qF, p) + times(kF, t), s, **kw)
         grown = F * lv.sibling_end(U, s, **kw)
         U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
     return Block(U, D, dq, dk, dg)
 
 
-def between_runs(blocks: list[Block], n: int, chunk: Chunk, interpret: bool) -> list[Block]:
+def between_runs(blocks: list[Block], n: int, chunk: Chunk) -> list[Block]:
     """What the pairs of an odd run of n blocks and the even run before it add."""
-    kw = {"interpret": interpret}
+    kw = {"interpret": chunk.interpret}
     odd = [b & n == n for b in range(BLOCKS)]
     F = [x.U if o else x.D for x, o in zip(blocks, odd, strict=True)]
-
-    def k(b: int) -> jax.Array:
-        return chunk.load(chunk.k, b)
-
-    def z(b: int) -> jax.Array:
-        return chunk.load(chunk.q, b) if odd[b] else k(b)
-
-    zF, kF = ([times(x(b), F[b]) for b in range(BLOCKS)] for x in (z, k))
-    out, between = [], []
+    kF = [times(chunk.load(chunk.k, b), F[b]) for b in range(BLOCKS)]
+    qF = [times(chunk.load(chunk.q, b), F[b]) if odd[b] else None for b in range(BLOCKS)]
+    ends = [lv.block_end(x.U, **kw) for x in blocks]
+    dg, out = [x.dg for x in blocks], []
     for b, x in enumerate(blocks):
         p = t = zeros(BLOCK)
         for c in range(BLOCKS):
-            if (b ^ c).bit_length() == n.bit_length():
-                p, t = lv.add_product(p, zF[c], chunk.X, c, b, **kw), lv.add_product(t, kF[c], chunk.Y, c, b, **kw)
-        p, t = F[b] * p, F[b] * t
-        between.append(_between(z(b), k(b), p, t))
-        grown = F[b] * lv.block_end(blocks[(b ^ n) | (n - 1)].U, **kw)
+            if (b ^ c).bit_length() != n.bit_length():
+                continue
+            X, Y = chunk.scores(c, b)
+            if odd[b]:
+                p, t = lv.add_products(p, Factor(kF[c], X), **kw), lv.add_products(t, Factor(kF[c], Y), **kw)
+            else:
+                t = lv.add_products(t, Factor(kF[c], Y), Factor(qF[c], X), **kw)
+        moved, dk, grown = times(kF[b], t), x.dk + F[b] * t, F[b] * ends[(b ^ n) | (n - 1)]
         if odd[b]:
-            out.append(x._replace(dq=x.dq + p, dk=x.dk + t, U=grown))
+            moved = times(qF[b], p) + moved
+            out.append(x._replace(dq=x.dq + F[b] * p, dk=dk, U=grown))
         else:
-            out.append(x._replace(dk=x.dk + t + p, D=grown))
-    dg = add_sums([x.dg for x in out], between, n, odd, interpret)
+            out.append(x._replace(dk=dk, D=grown))
+        dg = add_sums(dg, moved, b, n, odd[b], chunk.interpret)
     return [x._replace(dg=y) for x, y in zip(out, dg, strict=True)]
 
 
-def _between(z: jax.Array, k: jax.Array, p: jax.Array, t: jax.Array) -> jax.Array:
-    """What a token gives to dg at the tokens between it and its partners."""
-    return (z.astype(f32) * p + k.astype(f32) * t).astype(jnp.bfloat16)
-
-
-def add_sums(
-    totals: list[jax.Array], x: list[jax.Array], n: int, later: list[bool], interpret: bool
-) -> list[jax.Array]:
-    """totals of the blocks + sums of x over a run of n blocks: from the token to the run's end in blocks that are
+def add_sums(totals: list[jax.Array], x: jax.Array, b: int, n: int, later: bool, interpret: bool) -> list[jax.Array]:
+    """totals of the blocks + what block b, x, adds to sums over a run of n blocks: from the token to the run's end if
     `later`, else from the run's start to before the token.
     """
-    out = []
-    for b, total in enumerate(totals):
-        total = lv.add_sums(total, x[b], BLOCK, later=later[b], interpret=interpret)
-        for c in range(BLOCKS):
-            if c // n == b // n and c != b and (c > b) == later[b]:
-                total = lv.add_total(total, x[c], interpret=interpret)
-        out.append(total)
+    out = list(totals)
+    out[b] = lv.add_sums(totals[b], x, BLOCK, later=later, interpret=interpret)
+    for c in range(BLOCKS):
+        if c // n == b // n and c != b and (c < b) == later:
+            out[c] = lv.add_total(totals[c], x, interpret=interpret)
     return out
 
 
@@ -193,30 +193,36 @@ def make_backward_chunk(
 
         # 2. pairs in the chunk
         plgpu.barrier_wait(for_keys)
-        chunk = Chunk(qs, ks, X, Y)
-        blocks = [within_block(b, x, chunk, emulated) for b, x in enumerate(_columns(e))]
+        chunk = Chunk(qs, ks, X, Y, emulated)
+        blocks = [within_block(b, x, chunk) for b, x in enumerate(_columns(e))]
         for run in (1, 2):
-            blocks = between_runs(blocks, run, chunk, emulated)
+            blocks = between_runs(blocks, run, chunk)
 
         # 3. through the states
         plgpu.barrier_wait(for_states)
         dos, vs, dvs = (values.at[i + zero[0]] for i in range(3))
 
-        def through(a: Any, b: Any, factor: float, decay: str, x: Any, later: bool) -> list[jax.Array]:
-            """decay (factor a b), a block each; what x times that gives to dg is added there."""
-            product = _columns(_product(a, b))
-            y = [getattr(block, decay) * (z * factor) for block, z in zip(blocks, product, strict=True)]
-            moved = [(chunk.load(x, i).astype(f32) * y[i]).astype(jnp.bfloat16) for i in range(BLOCKS)]
-            dg_blocks[:] = add_sums(dg_blocks, moved, BLOCKS, [later] * BLOCKS, emulated)
-            return y
+        def through(a: Any, b: Any, factor: float, decay: str) -> jax.Array:
+            """decay (factor a b)."""
+            return jnp.concatenate([getattr(x, decay) for x in blocks], 1) * (_product(a, b) * factor)
+
+        def moved(x: Any, y: jax.Array) -> jax.Array:
+            return times(plgpu.load(x.T, layout=rg.LAYOUT), y)
+
+        def gathered(part: str, y: jax.Array) -> jax.Array:
+            return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
 
         dg_blocks = [x.dg for x in blocks]
-        y = through(Ss.T, dos.T, scale, "U", qs, True)
-        dq_chunk = jnp.concatenate([(x.dq + z).astype(dtype) for x, z in zip(blocks, y, strict=True)], 1)
-        y = through(Ss.T, dvs.T, -1.0, "U", ks, True)
-        dk_blocks = [x.dk + z for x, z in zip(blocks, y, strict=True)]
-        y = through(dSs.T, vs.T, scale, "D", ks, False)
-        dk_chunk = jnp.concatenate([(x + z).astype(dtype) for x, z in zip(dk_blocks, y, strict=True)], 1)
+        y = through(Ss.T, dos.T, scale, "U")
+        dq_chunk, later = gathered("dq", y).astype(dtype), moved(qs, y)
+        y = through(Ss.T, dvs.T, -1.0, "U")
+        dk_chunk, later = gathered("dk", y), later + moved(ks, y)
+        for i, x in enumerate(_columns(later)):
+            dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, True, emulated)
+        y = through(dSs.T, vs.T, scale, "D")
+        dk_chunk, earlier = (dk_chunk + y).astype(dtype), moved(ks, y)
+        for i, x in enumerate(_columns(earlier)):
+            dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, False, emulated)
         plgpu.commit_smem()
         qs.T[...], ks.T[...] = dq_chunk, dk_chunk
         plgpu.commit_smem()
@@ -224,11 +230,13 @@ def make_backward_chunk(
             plgpu.copy_smem_to_gmem(source, target.at[b, rows, h, channels])
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
-        overlap = zeros(CHUNK)
+        overlaps = zeros(BLOCK)
         for start in range(0, V, CHUNK):
             state, gradient = (plgpu.load(x.at[pl.ds(start, CHUNK)].T, layout=rg.LAYOUT) for x in (Ss, dSs))
-            overlap += state.astype(f32) * gradient.astype(f32)
-        overlap = lax.broadcast_in_dim(jnp.sum(overlap, 1), (CHANNELS, CHUNK), (0,))
+            overlaps = fr.stacked_scores(overlaps, state, state, gradient, **kw)
+        own = (iota(0, BLOCK) & (BLOCK - 1)) == iota(1, BLOCK)
+        overlap = jnp.sum(jnp.where(own, overlaps, zeros(BLOCK)), 1)
+        overlap = lax.broadcast_in_dim(overlap, (CHANNELS, CHUNK), (0,))
         memory.store_transposed(dg.at[b, rows, h, channels], jnp.concatenate(dg_blocks, 1) + decayed * overlap, **kw)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

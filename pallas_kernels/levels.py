@@ -8,8 +8,9 @@ of registers, and the array is the left operand of mma.sync as it stands.
 As in `fragments`, every piece has a twin for the interpreter.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,47 +80,70 @@ def block_end(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def store_pairs(ref: Any, M: jax.Array, *, interpret: bool) -> None:
-    """M [64 tokens, 64 tokens], 16-bit, to shared memory of that shape, in the order that `add_product` reads."""
+    """M [64 tokens, 64 tokens], 16-bit, to shared memory of that shape, in the order that `load_block` reads."""
     if interpret:
         ref[...] = M
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), rg.LAYOUT))
     def piece(_, ref, M):
-        first = arith.shli(rg.warp(), rg.i32(4))
-        for j, pair in enumerate(rg.pairs(M)):
-            for h, value in enumerate(pair):
-                vector.store(value, ref, _place(arith.addi(first, rg.i32(_TILES * h + j))))
+        words = rg.words(M).reshape(-1, 4)
+        for source, row in enumerate(words):
+            value = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), list(row))
+            value = vector.bitcast(ir.VectorType.get((8,), M.mlir_dtype), value)
+            vector.store(value, ref, _place(arith.addi(arith.shli(rg.warp(), rg.i32(2)), rg.i32(source))))
 
     piece(ref, M)
 
 
-def add_product(
-    total: jax.Array, x: jax.Array, ref: Any, source: int, target: int, s: int | None = None, *, interpret: bool
-) -> jax.Array:
-    """total + x M, M being the block (source, target) of the symmetric matrix that `store_pairs` has stored; of the
-    pairs of level s alone if s is given (s = 0: of a token with itself).
+def load_block(ref: Any, source: int, target: int, dtype: Any, *, interpret: bool) -> jax.Array:
+    """The block (source, target) of the symmetric matrix that `store_pairs` has stored, the same for every warp: [4
+    times 16 targets, 16 sources].
     """
     if interpret:
-        apart = jnp.arange(BLOCK)[:, None] ^ jnp.arange(BLOCK)[None]
-        wanted = (apart >= s) & (apart < max(2 * s, 1)) if s is not None else apart >= 0
-        rows, columns = (slice(BLOCK * b, BLOCK * (b + 1)) for b in (source, target))
-        return total + rg.dot("ij,jk->ik", x.astype(f32), jnp.where(wanted, ref[...][rows, columns].astype(f32), 0.0))
+        rows, columns = (slice(BLOCK * b, BLOCK * (b + 1)) for b in (target, source))
+        return jnp.tile(ref[...][rows, columns], (rg.ROWS // BLOCK, 1))
 
-    @plgpu.inline_mgpu(arg_types=(rg.LAYOUT,) * 2 + (plgpu.RefType(),), return_type=rg.array(BLOCK))
-    def piece(_, total, x, ref):
-        mask = None if s is None or s == 8 else _word(lambda j, i: _at_level(arith.xori(j, i), s), 0xFFFF)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=rg.array(BLOCK, dtype))
+    def piece(_, ref):
+        element = ir.MemRefType(ref.type).element_type
+        value = vector.load(ir.VectorType.get((8,), element), ref, _place(rg.i32(4 * target + source)))
+        pairs = [vector.extract_strided_slice(ir.VectorType.get((2,), element), value, [2 * e], [2], [1]) for e in range(4)]
+        return rg.wrap(np.array(pairs, object), BLOCK)
 
-        def operand(j: int, i: int) -> rg.Register | None:
-            if s is not None and (i == j) == (s == 8):
-                return None
-            tile = rg.i32(_TILES * (2 * target + i) + 2 * source + j)
-            word = rg.as_word(vector.load(ir.VectorType.get((2,), x.mlir_dtype), ref, _place(tile)))
-            return word if mask is None else arith.andi(word, mask)
+    return piece(ref)
 
-        return _add_product(total, x, operand)
 
-    return piece(total, x, ref)
+class Factor(NamedTuple):
+    """x [64 channels, 16 source tokens] and a block from `load_block` that it is multiplied with; of the block only the
+    pairs of level s, if given (s = 0: of a token with itself), and of these only targets in odd (or even) runs.
+    """
+
+    x: jax.Array
+    block: jax.Array
+    s: int | None = None
+    odd: bool | None = None
+
+
+def add_products(total: jax.Array, *factors: Factor, interpret: bool) -> jax.Array:
+    """total [64 channels, 16 target tokens] + the sum of the products."""
+    if interpret:
+        for x, block, s, odd in factors:
+            i, j = jnp.arange(BLOCK)[:, None], jnp.arange(BLOCK)[None]
+            wanted = jnp.ones((BLOCK, BLOCK), bool) if s is None else ((i ^ j) >= s) & ((i ^ j) < max(2 * s, 1))
+            if odd is not None:
+                wanted &= ((i & s) == s) == odd
+            total += rg.dot("wcj,wij->wci", rg.blocks(x), jnp.where(wanted, rg.blocks(block), 0.0)).reshape(total.shape)
+        return total
+
+    @plgpu.inline_mgpu(arg_types=(rg.LAYOUT,) * (1 + 2 * len(factors)), return_type=rg.array(BLOCK))
+    def piece(_, total, *arrays):
+        terms = []
+        for x, block, (_, _, s, odd) in zip(arrays[::2], arrays[1::2], factors, strict=True):
+            terms.append((x, functools.partial(_operand, rg.words(block), s, odd)))
+        return _add_products(total, terms)
+
+    return piece(total, *(array for factor in factors for array in factor[:2]))
 
 
 def add_sums(total: jax.Array, x: jax.Array, s: int, *, later: bool | None = None, interpret: bool) -> jax.Array:
@@ -154,7 +178,7 @@ def add_sums(total: jax.Array, x: jax.Array, s: int, *, later: bool | None = Non
                 return in_tile(upward)
             return rg.i32(ONE << 16 | ONE) if s == BLOCK and (j > i) == upward else None
 
-        return _add_product(total, x, operand)
+        return _add_products(total, [(x, operand)])
 
     return piece(total, x)
 
@@ -166,22 +190,32 @@ def add_total(total: jax.Array, x: jax.Array, *, interpret: bool) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(rg.LAYOUT,) * 2, return_type=rg.array(BLOCK))
     def piece(_, total, x):
-        return _add_product(total, x, lambda j, i: rg.i32(ONE << 16 | ONE))
+        return _add_products(total, [(x, lambda j, i: rg.i32(ONE << 16 | ONE))])
 
     return piece(total, x)
 
 
-# Inside the inline pieces: an 8 x 8 tile of a right operand is one word a lane.
-
-_TILES = rg.ROWS // 8
+# Inside the inline pieces: an 8 x 8 tile (j, i) of a right operand, sources 8 j and targets 8 i on, is a word a lane.
 
 
 def _each(f: Callable, *arrays: np.ndarray) -> np.ndarray:
     return np.vectorize(f, otypes=[object])(*arrays)
 
 
-def _place(tile: rg.Register) -> list[rg.Register]:
-    return [rg.index(tile), rg.index(arith.shli(rg.lane(), rg.i32(1)))]
+def _place(block: rg.Register) -> list[rg.Register]:
+    """Row and column of the lane's sixteen bytes of a block, in a [64, 64] array of 16-bit numbers."""
+    at = arith.addi(arith.shli(block, rg.i32(5)), rg.lane())
+    return [rg.index(arith.shrui(at, rg.i32(3))), rg.index(arith.shli(arith.andi(at, rg.i32(7)), rg.i32(3)))]
+
+
+def _operand(words: np.ndarray, s: int | None, odd: bool | None, j: int, i: int) -> rg.Register | None:
+    """The tile of a block, None where it is zero, without the pairs that a `Factor` leaves out."""
+    word = words[j, i]
+    if s is None:
+        return word
+    if s == 8:
+        return word if i != j and odd in (None, i == 1) else None
+    return arith.andi(word, _word(lambda j, i: _at_level(j, i, s, odd), 0xFFFF)) if i == j else None
 
 
 def _word(is_set: Callable, bits: int) -> rg.Register:
@@ -192,21 +226,28 @@ def _word(is_set: Callable, bits: int) -> rg.Register:
     return arith.ori(low, arith.shli(high, rg.i32(16)))
 
 
-def _at_level(apart: rg.Register, s: int) -> rg.Register:
-    """Whether tokens that are `apart`, the exclusive or of their places, meet at level s."""
+def _at_level(j: rg.Register, i: rg.Register, s: int, odd: bool | None) -> rg.Register:
+    """Whether tokens j and i of a tile meet at level s < 8, i in an odd run or an even one if `odd` says so."""
+    apart = arith.xori(j, i)
     if s == 0:
         return arith.cmpi(arith.CmpIPredicate.eq, apart, rg.i32(0))
-    return arith.cmpi(arith.CmpIPredicate.ult, arith.subi(apart, rg.i32(s)), rg.i32(s))
+    meet = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(apart, rg.i32(s)), rg.i32(s))
+    if odd is None:
+        return meet
+    here = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(i, rg.i32(s)), rg.i32(s if odd else 0))
+    return arith.andi(meet, here)
 
 
-def _add_product(total: Any, x: Any, operand: Callable) -> Any:
-    """total + x B, where operand(j, i) is the tile (j, i) of B, None for zero."""
-    words, out = rg.words(x), []
+def _add_products(total: Any, terms: Sequence[tuple[Any, Callable]]) -> Any:
+    """total + the sum of x B over terms (x, operand), where operand(j, i) is the tile (j, i) of B, None for zero."""
+    out = []
     for i, tile in enumerate(rg.elements(total)):
-        tiles = [(j, word) for j in (0, 1) if (word := operand(j, i)) is not None]
-        left = [words[j, h] for j, _ in tiles for h in (0, 1)]
         c = tile[0] + tile[1]
-        if tiles:
-            c = rg.mma(c, left, [word for _, word in tiles], x.mlir_dtype)
+        for x, operand in terms:
+            words = rg.words(x)
+            tiles = [(j, word) for j in (0, 1) if (word := operand(j, i)) is not None]
+            if tiles:
+                left = [words[j, h] for j, _ in tiles for h in (0, 1)]
+                c = rg.mma(c, left, [word for _, word in tiles], x.mlir_dtype)
         out.append([c[:2], c[2:]])
     return rg.from_elements(out)
