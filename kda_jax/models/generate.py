@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from kda_jax.models import hf
 from kda_jax.models.decoding import NOTHING, Decoder, Decoding, Request, begin, pieces
 from kda_jax.models.hybrid import HybridLM
 from kda_jax.models.sampling import GREEDY, Sampling
@@ -43,8 +44,11 @@ def generate(
 
     Args:
       prompts: token ids, at least one each.
-      max_new_tokens: for every prompt.
+      max_new_tokens: the most for every prompt.
+      sampling: how tokens are drawn; greedily by default.
+      stop_tokens: a row ends after any of these.
       seed: row i draws with the random key `fold_in(key(seed), i)`.
+      chunk_size: smaller ones need less memory, as attention layers score a chunk against all of the cache.
 
     Raises:
       ValueError: for an empty prompt, a token that is none of the model's, or a number out of range.
@@ -98,17 +102,18 @@ def end_tokens(directory: Path) -> list[int]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command's arguments, with a `Sampling` among them; a wrong one ends the program with a line that says so."""
-    description, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser("python -m kda_jax.models.generate", description=description, epilog=rest)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="directory of config.json and safetensors")
-    parser.add_argument("--prompt", action="append", required=True, help="text; give it again for a batch")
+    parser = argparse.ArgumentParser(
+        "kda_jax.models.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", required=True, help="of config.json and safetensors")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", required=True, help="give it again for a batch")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=GREEDY.temperature, help="0 is greedy, the default")
     parser.add_argument("--top_k", type=int, default=GREEDY.top_k, help="0 keeps all")
     parser.add_argument("--top_p", type=float, default=GREEDY.top_p)
     parser.add_argument("--min_p", type=float, default=GREEDY.min_p)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop_token", type=int, action="append", help="an id; by default the checkpoint's own")
+    parser.add_argument("--stop_token", type=int, metavar="ID", action="append", help="by default the checkpoint's own")
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"--checkpoint={arguments.checkpoint} is not a directory")
@@ -123,8 +128,6 @@ def main(argv: Sequence[str]) -> None:
     """The command."""
     arguments = parse(argv)
     try:
-        from kda_jax.models import hf  # needs safetensors, which the library alone does not
-
         tokenizer = load_tokenizer(arguments.checkpoint)
         stop = end_tokens(arguments.checkpoint) if arguments.stop_token is None else arguments.stop_token
         requests = [
