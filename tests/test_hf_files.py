@@ -125,6 +125,21 @@ def test_dtype_on_request(tmp_path):
     np.testing.assert_array_equal(got, want.astype(jnp.float32))
 
 
+def test_a_loaded_model_runs_in_its_dtype(tmp_path):
+    """Float32 taps and norms among bfloat16 weights leave the computation and the caches in bfloat16."""
+    hf.save(tmp_path, CONFIGS["kimi_k3"], build("kimi_k3"))
+    _, model = hf.load(tmp_path)
+    logits, cache = nnx.jit(lambda model, tokens: model(tokens, cache=model.init_cache(1, 4)))(
+        model, jnp.array([[1, 2, 3]])
+    )
+    assert jnp.isfinite(logits).all()
+    assert (
+        {tail.dtype for tail in cache[0].tails}
+        == {entry.dtype for entry in cache[1].entries}
+        == {jnp.dtype("bfloat16")}
+    )
+
+
 def test_sharded(tmp_path):
     """Every device holds its own part; the values are those of an unsharded load."""
     hf.save(tmp_path, CONFIGS["kimi_k3"], build("kimi_k3"))
