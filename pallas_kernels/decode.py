@@ -10,7 +10,7 @@ What the rows have in common is computed once a warp and handed round in shared 
 multiprocessor cover each other's waits for memory.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-EPSILON = 1e-6  # of the L2 norm, as in `kda_jax.l2_normalize`
+from pallas_kernels.activation import EPSILON, Activation, sigmoid
+
 LANES, WARPS = 32, 4
 LANE_COLUMNS = 4  # the most that Mosaic adds up over warps at once; 16 bytes of a float32 state
 CHANNELS = plgpu.Layout.TILED(  # [32 n]: every warp has all of it
     plgpu.Tiling(((LANES,), (1,))), warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1
 )
 f32 = jnp.float32
-
-
-class Activation(NamedTuple):
-    """How raw inputs become those of the equation: `Decay.lower_bound` and `negative_eigenvalues` of `kda_raw_step`."""
-
-    lower_bound: float | None
-    negative_eigenvalues: bool
 
 
 def columns_a_block(K: int, V: int) -> int:
@@ -79,7 +73,7 @@ def decode(
             A_log, dt_bias = decay
             keys, queries = _l2_normalize(keys), _l2_normalize(queries)
             log_decay = _log_decay(log_decay + load(dt_bias.at[h], CHANNELS), jnp.exp(A_log[h].astype(f32)), activation)
-            strength = _sigmoid(strength) * (2.0 if activation.negative_eigenvalues else 1.0)
+            strength = activation.strength(strength)
         for i, x in enumerate((jnp.exp(log_decay), keys, scale * queries)):  # the same from every warp
             rows.at[i][...] = x
         plgpu.commit_smem()
@@ -125,13 +119,9 @@ def _l2_normalize(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x) + EPSILON)
 
 
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return 1 / (1 + jnp.exp(-x))
-
-
 def _log_decay(x: jax.Array, speed: jax.Array, activation: Activation) -> jax.Array:
     if activation.lower_bound is not None:
-        return activation.lower_bound * _sigmoid(speed * x)
+        return activation.lower_bound * sigmoid(speed * x)
     return -speed * (jnp.maximum(x, 0) + _log1p(jnp.exp(-jnp.abs(x))))
 
 

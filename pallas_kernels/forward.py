@@ -5,46 +5,49 @@ piece's affine map of the state before it, S -> M S + N; composed in order they 
 which a second scan takes all pieces at once. That is exact however slowly the state fades.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, make_prepare
+from pallas_kernels.prepare import CHUNK, Raw, make_prepare
 from pallas_kernels.scan import make_scan
 
 ROWS = 8  # tokens in a group of shared memory's layout
 
 
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    inputs: Sequence[jax.Array],
     initial_state: jax.Array | None,
     sequences: jax.Array | None = None,
+    decay: Sequence[jax.Array] = (),
     *,
     scale: float,
     g_min: float | None,
+    activation: Activation | None = None,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) for activated inputs; shapes as in `kda`.
+    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >=
     g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of chunks of each sequence in the only row;
-    without, every row is one.
+    without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log [HV], dt_bias [HV, K].
     """
-    T = v.shape[1]
+    T = inputs[2].shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
-        q, k, v, g, beta = (jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v, g, beta))
+        inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]
+    q, k, v, g, beta = inputs
     B, padded = v.shape[:2]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
-    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, interpret=interpret)
-    prepared = prepare(q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32))
+    raw = None if activation is None else Raw(activation, g.dtype, T)
+    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, raw=raw, interpret=interpret)
+    g = g if raw else g.astype(jnp.float32)
+    prepared = prepare(q, k, v, g, *(x.astype(jnp.float32) for x in (beta, *decay)))
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
         has_state = state is not None

@@ -9,11 +9,14 @@ With P_ij = exp(sum_{j < s <= i} g_s) a channel, the decay from token j to token
 
 (Kimi Linear, arXiv 2510.26692, section 3; X is its T.) The next stage needs only qU, kD, w, u, A and total.
 
+Raw inputs are normalised and activated on the way, as `kda_jax.kda_raw` says.
+
 No sum of g is formed: exp(g) is taken once, and every decay is a product of such. Inside blocks of 16 tokens, a
 warp's rows, `within` gives the scores; between the four blocks the factor is (U_i of i's block) (ends of the blocks
 between) (D_j of j's block), each at most 1.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,17 +28,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fragments as fr
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
+from pallas_kernels.activation import EPSILON, LOG2E, Activation
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, iota, times, zeros
 
 CHUNK = rg.ROWS
 GROUP = 32  # channels a pass over the scores: what the registers hold
-LOG2E = 1.4426950408889634
 f32, i32 = jnp.float32, jnp.int32
 # rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed
-# over the whole chunk
-BEFORE, AFTER, WHOLE, TABLE = 4, 8, 12, 16
+# over the whole chunk. The first row is never read as one: it has dt_bias.
+BIAS, BEFORE, AFTER, WHOLE, TABLE = 0, 4, 8, 12, 16
 
 
 def _load(ref: Any) -> jax.Array:
@@ -55,17 +58,17 @@ class Tiles(NamedTuple):
 
     q: Any  # [64, K], becomes qU
     k: Any  # becomes kD
-    g: Any
     kU: Any
     ends: Any  # [TABLE, K] float32
     operand: Any  # [2, 64, GROUP]
 
 
-def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, ...]:
+def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interpret: bool) -> tuple[Any, ...]:
     """Products of queries and of keys with keys: within a block (two arrays [64, 16]), and for distances 1 to 3
     between blocks.
 
-    On the way q becomes qU and k becomes kD; k U and the chunk's last U are written.
+    On the way q becomes qU and k becomes kD; k U and the chunk's last U are written. read: q, k and exp(g) of a group
+    of channels.
     """
     dtype, K = tiles.k.dtype, tiles.kU.shape[1]
     kw = {"interpret": interpret}
@@ -74,9 +77,9 @@ def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, .
         own, between = totals
         cs = pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
         operand, ends = tiles.operand.at[lax.rem(m, 2)], tiles.ends
-        q, k = _load(tiles.q.at[:, cs]), _load(tiles.k.at[:, cs])
+        q, k, decay = read(cs)
         # 1. in blocks
-        own, U, D = within.add(own, q, k, jnp.exp2(_load(tiles.g.at[:, cs]) * LOG2E), interpret)
+        own, U, D = within.add(own, q, k, decay, interpret)
         # 2. between blocks: keys decayed to the end of their block meet rows decayed from there
         fr.store_operand(operand, times(k, D), **kw)
         memory.store_ends(ends.at[pl.ds(BEFORE, 4), cs], U, **kw)
@@ -103,6 +106,23 @@ def scores(tiles: Tiles, within: Exact | Dense, interpret: bool) -> tuple[Any, .
     return within.finish(own, interpret), between
 
 
+class Raw(NamedTuple):
+    """What `prepare` knows of raw inputs. tokens: behind them the state stays as it is, whatever the decay of zeros."""
+
+    activation: Activation
+    gate: Any  # the dtype of g_raw
+    tokens: int
+
+
+def _inverse_norms(ref: Any) -> jax.Array:
+    """Of every row of ref [64, K], as an array [64, GROUP]."""
+    total = zeros(GROUP)
+    for start in range(0, ref.shape[1], GROUP):
+        x = _load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
+        total = total + x * x
+    return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))
+
+
 def make_prepare(
     q_shape: tuple[int, ...],
     v_shape: tuple[int, ...],
@@ -110,23 +130,26 @@ def make_prepare(
     *,
     bounded: bool,
     inverse: bool = False,
+    raw: Raw | None = None,
     interpret: Any = None,
 ) -> Any:
     """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32) -> qU, kD, w
     [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also X^T
-    [B HV, T', 64]; T' = 64 ceil(T / 64).
+    [B HV, T', 64]; T' = 64 ceil(T / 64). With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32.
 
     bounded: every g >= -5.
     """
     (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
     chunks = pl.cdiv(T, CHUNK)
     emulated = interpret is not None
+    given = 0 if raw is None else 2  # parameters of the decay
 
-    def kernel(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *more: Any
-    ) -> None:
-        XT, (qs, ks, kUs, gs_vs, As, Xs, ends, operand, loaded, v_loaded) = more[:inverse], more[inverse:]
+    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, *refs: Any) -> None:
+        parameters, (qU, kD, w, u, A, total, *more) = refs[:given], refs[given:]
+        XT, scratch = more[:inverse], more[inverse:]
+        qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
         gs, (vs, exchange) = gs_vs
+        operand, X_rest = operands
         n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
         rows = pl.ds(n * CHUNK, CHUNK)
         head = b * HV + h
@@ -134,17 +157,39 @@ def make_prepare(
         key_head = lax.div(h, HV // H)
         for source, target in ((g.at[b, rows, h], gs), (q.at[b, rows, key_head], qs), (k.at[b, rows, key_head], ks)):
             plgpu.copy_gmem_to_smem(source, target, loaded)
+        if raw is not None:
+            plgpu.copy_gmem_to_smem(parameters[1].at[h], ends.at[BIAS], loaded)
         tokens = jnp.minimum(
             iota(0, rg.BLOCK) + n * CHUNK, T - 1
         )  # behind the end keys are zero, and beta only has to be finite
         beta_rows = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
-        for start in (0, AFTER):
+        for start in (BIAS + 1, AFTER):
             memory.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
         plgpu.commit_smem()
         plgpu.barrier_wait(loaded)
 
-        tiles = Tiles(qs, ks, gs, kUs, ends, operand)
-        (q_own, k_own), between = scores(tiles, Dense() if bounded else Exact(), emulated)
+        if raw is None:
+
+            def read(cs: Any) -> tuple[jax.Array, ...]:
+                return _load(qs.at[:, cs]), _load(ks.at[:, cs]), jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
+        else:
+            beta_rows = raw.activation.strength(beta_rows)
+            speed, norms = jnp.exp(parameters[0][h]), (_inverse_norms(qs), _inverse_norms(ks))
+
+            def read(cs: Any) -> tuple[jax.Array, ...]:
+                bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
+                x = _load(gs.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
+                decay = raw.activation.decay(x, speed)
+                if raw.tokens % CHUNK:
+                    decay = jnp.where(iota(0, GROUP) + n * CHUNK < raw.tokens, decay, jnp.ones_like(decay))
+                units = (
+                    (_load(x.at[:, cs]).astype(f32) * norm).astype(dtype)
+                    for x, norm in zip((qs, ks), norms, strict=True)
+                )
+                return *units, decay
+
+        tiles = Tiles(qs, ks, kUs, ends, operand)
+        (q_own, k_own), between = scores(tiles, read, Dense() if bounded else Exact(), emulated)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
         plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
@@ -159,7 +204,9 @@ def make_prepare(
         L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
         X = inverse_transposed(L, exchange, interpret=emulated)
         columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
-        Xs[...] = jnp.concatenate(columns, 1).astype(dtype)
+        X_chunk = jnp.concatenate(columns, 1)
+        Xs[...] = high = X_chunk.astype(dtype)
+        X_rest[...] = (X_chunk - high.astype(f32)).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(As, A.at[head, rows])
         for target in XT:
@@ -168,7 +215,8 @@ def make_prepare(
         # 6. w = X (k U), u = X v
         def product(operand: Any) -> jax.Array:
             def body(total: Any) -> jax.Array:
-                plgpu.wgmma(total, Xs.T, operand)
+                for x in (Xs, X_rest):  # with alike keys w is a small difference of k U
+                    plgpu.wgmma(total, x.T, operand)
                 return total[...]
 
             return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
@@ -198,16 +246,20 @@ def make_prepare(
         scratch_types=[
             *[tile((CHUNK, K), dtype, GROUP)] * 3,
             plgpu.RefUnion(
-                tile((CHUNK, K), f32, GROUP), [tile((CHUNK, V), dtype, GROUP), plgpu.SMEM(EXCHANGE_SHAPE, i32)]
+                tile((CHUNK, K), f32 if raw is None else raw.gate, GROUP),
+                [tile((CHUNK, V), dtype, GROUP), plgpu.SMEM(EXCHANGE_SHAPE, i32)],
             ),
             *[tile((CHUNK, CHUNK), dtype, GROUP)] * 2,
             plgpu.SMEM((TABLE, K), f32),
-            plgpu.SMEM((2, CHUNK, GROUP), dtype),
-            plgpu.Barrier(num_arrivals=3),
+            plgpu.RefUnion(plgpu.SMEM((2, CHUNK, GROUP), dtype), tile((CHUNK, CHUNK), dtype, GROUP)),
+            plgpu.Barrier(num_arrivals=3 + (given > 0)),
             plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            unsafe_no_auto_barriers=True,
+            approx_math=True,
+            reduction_scratch_bytes=4,  # sums along a row stay within a warp
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -8,7 +8,8 @@ import jax
 from kda_jax.ops.gates import Decay
 from kda_jax.ops.scan import kda_token
 from kda_jax.ops.types import State, StepBeta, StepLogDecay, StepQueries, StepValues
-from pallas_kernels.decode import Activation, decode
+from pallas_kernels.activation import Activation
+from pallas_kernels.decode import decode
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
 
 

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax.ops.chunk import kda_chunk
+from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.packing import Packing, align, plan_cu_seqlens
 from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
+from pallas_kernels.activation import Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
@@ -47,51 +49,82 @@ def kda_mosaic(
     Returns:
       o [B, T, HV, V] in v's dtype; final state [N, HV, K, V] float32.
     """
-    K, V = q.shape[-1], v.shape[-1]
-    more_k, more_v = filled_up(K, KEY_CHANNELS) - K, filled_up(V, VALUE_CHANNELS) - V
-    g = g.astype(jnp.float32)
+    inputs: tuple[jax.Array, ...] = (q, k, v, g.astype(jnp.float32), beta)
     if packing is not None and packing.reset is not None:
-        g = jnp.where(packing.reset[..., None, None], RESET, g)
-    inputs = [_widen(x, more) for x, more in ((q, more_k), (k, more_k), (v, more_v), (g, more_k))] + [beta]
-    alignment = None
-    if packing is not None and packing.cu_seqlens is not None and packing.slot is not None:
-        alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
-        inputs = [alignment.gather(x) for x in inputs]
-    if initial_state is not None:
-        inputs += [jnp.pad(initial_state, [(0, 0), (0, 0), (0, more_k), (0, more_v)])]
-    if alignment is not None:
-        inputs += [alignment.spans.astype(jnp.int32)]
-    static = _Static(float(scale), g_min, initial_state is not None, alignment is not None, config, interpret)
-    # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
-    o, final_state = _kda(static, *as_varying(tuple(inputs), tuple(inputs)))
-    if alignment is not None:
-        o = o[:, alignment.target]
-    return o[..., :V], final_state[..., :K, :V]
+        inputs = (q, k, v, jnp.where(packing.reset[..., None, None], RESET, inputs[3]), beta)
+    if packing is None or packing.cu_seqlens is None or packing.slot is None:
+        return _run(_Static(float(scale), g_min, config, interpret), inputs, initial_state)
+    alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
+    static = _Static(float(scale), g_min, config, interpret, packed=True)
+    inputs = tuple(alignment.gather(x) for x in inputs)
+    o, final_state = _run(static, inputs, initial_state, alignment.spans.astype(jnp.int32))
+    return o[:, alignment.target], final_state
 
 
-def _widen(x: jax.Array, channels: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, channels)]) if channels else x
+def kda_raw_mosaic(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g_raw: LogDecay,
+    beta_raw: Beta,
+    decay: Decay,
+    *,
+    scale: float,
+    negative_eigenvalues: bool = False,
+    initial_state: State | None = None,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Values, State]:
+    """`kda_mosaic` of a layer's raw projections, normalised and activated inside the kernel; the arguments are
+    `kda_jax.kda_raw`'s, without packing.
+
+    The backward pass activates them again in XLA, whose derivatives complete those of the kernels.
+    """
+    activation = Activation(decay.lower_bound, bool(negative_eigenvalues))
+    static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation)
+    return _run(static, (q, k, v, g_raw, beta_raw), initial_state, decay.A_log, decay.dt_bias)
 
 
 class _Static(NamedTuple):
     scale: float
     g_min: float | None
-    has_state: bool
-    packed: bool  # the only row holds several sequences, the last input their spans
     config: Config | None
     interpret: Any
+    has_state: bool = False
+    packed: bool = False  # the only row holds several sequences, the last input their spans
+    activation: Activation | None = None  # the inputs are raw, the last two the decay's parameters
 
     def axes(self) -> tuple[str, str]:
         """Of the inputs and of the outputs, for `over_batch_and_heads`."""
         state = "n j k v" if self.packed else "b j k v"
         inputs = "b t h k, b t h k, b t j v, b t j k, b t j" + f", {state}" * self.has_state + ", n i" * self.packed
-        return inputs, f"b t j v, {state}"
+        return inputs + ", j, j k" * (self.activation is not None), f"b t j v, {state}"
 
-    def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any]:
-        """The five arrays of tokens, the initial state and the spans, the last two None where there are none."""
+    def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any, list[jax.Array]]:
+        """The arrays of tokens, the initial state, the spans (None where there are none), the decay's parameters."""
         more = list(inputs[5:])
         state = more.pop(0) if self.has_state else None
-        return inputs[:5], state, more.pop(0) if self.packed else None
+        return inputs[:5], state, more.pop(0) if self.packed else None, more
+
+
+def _run(
+    static: _Static, tokens: tuple[jax.Array, ...], state: jax.Array | None, *more: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`_kda` of any numbers of channels: zeros fill them up, in `more` those of dt_bias."""
+    q, k, v, g, beta = tokens
+    K, V = q.shape[-1], v.shape[-1]
+    keys, values = filled_up(K, KEY_CHANNELS) - K, filled_up(V, VALUE_CHANNELS) - V
+
+    def fill(x: jax.Array, *channels: int) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - len(channels)) + [(0, n) for n in channels]) if any(channels) else x
+
+    inputs = [fill(q, keys), fill(k, keys), fill(v, values), fill(g, keys), beta]
+    inputs += [] if state is None else [fill(state, keys, values)]
+    inputs += [fill(x, keys) if static.activation is not None and x.ndim == 2 else x for x in more]
+    # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
+    varying = as_varying(tuple(inputs), tuple(inputs))
+    o, final_state = _kda(static._replace(has_state=state is not None), *varying)
+    return o[..., :V], final_state[..., :K, :V]
 
 
 def _mapped(run: Any, static: _Static, arrays: str, results: str, inputs: tuple[jax.Array, ...]) -> Any:
@@ -118,6 +151,9 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
 def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
+    if static.activation is not None:
+        activated, pull = jax.vjp(functools.partial(_activate, static), *inputs)
+        return pull(_kda_backward(static._replace(activation=None), activated, cotangents))
     if not static.packed and unsupported_reason(inputs[2].dtype, static.scale) is None:
         arrays, results = static.axes()
         return _mapped(_local_backward, static, f"{arrays}, {results}", arrays, (*inputs, *cotangents))
@@ -143,16 +179,24 @@ def _kda_backward(
 _kda.defvjp(_kda_forward, _kda_backward)
 
 
+def _activate(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    """What `_kda` takes without an activation."""
+    (q, k, v, g, beta), state, _, (A_log, dt_bias) = static.split(inputs)
+    assert static.activation is not None
+    decay = Decay(A_log, dt_bias, static.activation.lower_bound)
+    strength = write_strength(beta, static.activation.negative_eigenvalues)
+    return l2_normalize(q), l2_normalize(k), v, decay(g), strength, *([] if state is None else [state])
+
+
 def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The forward pass of one device."""
-    (q, k, v, g, beta), state, spans = static.split(inputs)
-    return forward(q, k, v, g, beta, state, spans, **_options(static, inputs))
+    return forward(*static.split(inputs), activation=static.activation, **_options(static, inputs))
 
 
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The backward pass of one device."""
     *inputs, do, dstate = arrays
-    tokens, state, _ = static.split(tuple(inputs))
+    tokens, state, *_ = static.split(tuple(inputs))
     return backward(tokens, state, (do, dstate), **_options(static, arrays))
 
 

@@ -28,7 +28,7 @@ DECAYS = {
 def kernels(config, g_min=None):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     return jax.jit(
-        lambda *x: forward(*x, scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret)
+        lambda *x: forward(x[:5], *x[5:], scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret)
     )
 
 
@@ -105,7 +105,7 @@ def test_lowers_at_any_length(T):
     qk, v = ((2, T, 2, 128), jnp.bfloat16), ((2, T, 4, 128), jnp.bfloat16)
     shapes = [qk, qk, v, ((2, T, 4, 128), jnp.float32), ((2, T, 4), jnp.float32), ((2, 4, 128, 128), jnp.float32)]
     function = functools.partial(forward, scale=1.0, g_min=None, config=Config())
-    assert lower(function, shapes).count("custom_call @mosaic_gpu") == 2
+    assert lower(lambda *x: function(x[:5], x[5]), shapes).count("custom_call @mosaic_gpu") == 2
 
 
 def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):

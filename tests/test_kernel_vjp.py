@@ -27,7 +27,9 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(q, k, v, g, beta, initial_state, sequences, *, scale, g_min, config, interpret):
+    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, config, interpret):
+        assert activation is None
+        q, k, v, g, beta = inputs
         if initial_state is None:
             initial_state = jnp.zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
         packing = None
@@ -38,7 +40,9 @@ def stand_in(monkeypatch):
     def backward(inputs, initial_state, cotangents, *, scale, g_min, config, interpret):
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
-            return forward(*inputs, state, None, scale=scale, g_min=g_min, config=config, interpret=interpret)
+            return forward(
+                inputs, state, None, (), scale=scale, g_min=g_min, activation=None, config=config, interpret=None
+            )
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)

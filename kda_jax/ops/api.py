@@ -8,7 +8,7 @@ from jaxtyping import Array
 from kda_jax.ops import validate
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
-from kda_jax.ops.prepare import SEQUENCE_DIMS, plan, run_sequence, select_valid
+from kda_jax.ops.prepare import SEQUENCE_DIMS, run_sequence, select_valid
 from kda_jax.ops.scan import kda_scan
 from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values
 
@@ -20,6 +20,13 @@ def _mosaic_gpu(*inputs, chunk_size, **options):
     from pallas_kernels.vjp import kda_mosaic
 
     return kda_mosaic(*inputs, **options)
+
+
+def _raw_mosaic_gpu(*inputs, chunk_size, **options):
+    del chunk_size  # fixed by its kernels
+    from pallas_kernels.vjp import kda_raw_mosaic
+
+    return kda_raw_mosaic(*inputs, **options)
 
 
 def _scan(*inputs, g_min, chunk_size, **options):
@@ -160,22 +167,28 @@ def kda_raw(
       ValueError, TypeError, NotImplementedError: as `kda`.
     """
     arrays = {"q": q, "k": k, "v": v, "g_raw": g_raw, "beta_raw": beta_raw}
-    sizes = validate.check_inputs(arrays, SEQUENCE_DIMS)
-    validate.check_packing(segment_ids, cu_seqlens, sizes)
-    validate.check_decay(decay, sizes)
-    packing = plan(segment_ids, cu_seqlens, sizes["T"])
-    q, k, v, g_raw, beta_raw = select_valid(packing, *arrays.values())
-    return kda(
-        l2_normalize(q),
-        l2_normalize(k),
-        v,
-        decay(g_raw),
-        write_strength(beta_raw, negative_eigenvalues),
+    validate.check_decay(decay, validate.check_inputs(arrays, SEQUENCE_DIMS))
+    validate.check_chunking(chunk_size, None)
+    names = check_names(implementation, _IMPLEMENTATIONS)
+
+    def run(q, k, v, g_raw, beta_raw, *, packing, **options):
+        name = first_supported(names, lambda name: _unsupported_reason(name, q, k, v, g_raw))
+        if name == "mosaic_gpu" and packing is None:
+            return _raw_mosaic_gpu(
+                q, k, v, g_raw, beta_raw, decay, negative_eigenvalues=negative_eigenvalues, **options
+            )
+        beta = write_strength(beta_raw, negative_eigenvalues)
+        activated = select_valid(packing, l2_normalize(q), l2_normalize(k), v, decay(g_raw), beta)
+        options |= {"packing": packing, "g_min": decay.lower_bound}
+        return _IMPLEMENTATIONS[name](*activated, **options)
+
+    o, final_state, *_ = run_sequence(
+        run,
+        arrays,
         scale=scale,
         initial_state=initial_state,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
-        g_min=decay.lower_bound,
         chunk_size=chunk_size,
-        implementation=implementation,
     )
+    return o, final_state

@@ -40,7 +40,9 @@ def heads_first(x: Array) -> Array:
     return jnp.swapaxes(x, -3, -2)
 
 
-def _scan_states(initial: State, operands: tuple[Array | None, ...], slot: Int[Array, " chunks"] | None, einsum: Callable):
+def _scan_states(
+    initial: State, operands: tuple[Array | None, ...], slot: Int[Array, " chunks"] | None, einsum: Callable
+) -> tuple[State, tuple[Array, Array]]:
     """Stage 3: the final states, and for each chunk the state before it and o."""
 
     def chunk(states, inputs):

@@ -47,7 +47,7 @@ def run_sequence(
     cu_seqlens: CuSeqlens | None,
     **options,
 ) -> tuple[Array, ...]:
-    """`run` on activated inputs {"q", "k", "v", "g", "beta"}, checked here; `options` go to it unchanged.
+    """`run` on the inputs {"q", "k", "v", "g", "beta"}, activated or raw, checked here; `options` go to it unchanged.
 
     Returns:
       What `run` returns: o, the final state and, for the chunkwise form, the state before each chunk.
