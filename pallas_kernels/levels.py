@@ -108,7 +108,9 @@ def load_block(ref: Any, source: int, target: int, dtype: Any, *, interpret: boo
     def piece(_, ref):
         element = ir.MemRefType(ref.type).element_type
         value = vector.load(ir.VectorType.get((8,), element), ref, _place(rg.i32(4 * target + source)))
-        pairs = [vector.extract_strided_slice(ir.VectorType.get((2,), element), value, [2 * e], [2], [1]) for e in range(4)]
+        pairs = [
+            vector.extract_strided_slice(ir.VectorType.get((2,), element), value, [2 * e], [2], [1]) for e in range(4)
+        ]
         return rg.wrap(np.array(pairs, object), BLOCK)
 
     return piece(ref)
