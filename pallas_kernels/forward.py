@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
@@ -61,7 +60,7 @@ def forward(
     if sequences is not None:
         spans = jnp.pad(sequences, ((0, 0), (1, 0)))
     else:
-        spans = jnp.asarray(_pieces(B, -(-padded // CHUNK), pieces))
+        spans = _pieces(B, -(-padded // CHUNK), pieces)
     if pieces > 1:
         maps = scan(spans, config=Config(), outputs=False)[0]
         initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
@@ -71,12 +70,14 @@ def forward(
     return o[:, :T], final_state
 
 
-def _pieces(rows: int, chunks: int, pieces: int) -> np.ndarray:
-    """Spans of [rows pieces, 3]: every row's chunks in order, in pieces of equal length but the last."""
-    row, piece = (x.reshape(-1) for x in np.indices((rows, pieces)))
-    length = -(-chunks // pieces)
-    first = np.minimum(piece * length, chunks)
-    return np.stack([row, first, np.minimum(length, chunks - first)], 1).astype(np.int32)
+def _pieces(rows: int, chunks: int, pieces: int) -> jax.Array:
+    """Spans [rows pieces, 3]: every row's chunks in order, in pieces of equal length but the last.
+
+    Computed in the program: a partitioned function may hold no constant array.
+    """
+    span, length = jax.lax.iota(jnp.int32, rows * pieces), -(-chunks // pieces)
+    first = jnp.minimum(span % pieces * length, chunks)
+    return jnp.stack([span // pieces, first, jnp.minimum(length, chunks - first)], axis=1)
 
 
 def _compose(maps: jax.Array, initial_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:

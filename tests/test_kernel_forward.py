@@ -108,6 +108,22 @@ def test_lowers_at_any_length(T):
     assert lower(lambda *x: function(x[:5], x[5]), shapes).count("custom_call @mosaic_gpu") == 2
 
 
+@pytest.mark.parametrize("heads", [2, 64])
+def test_the_public_function_lowers_partitioned(heads):
+    """Split and whole; the interpreter's tests pass the partitioning by."""
+    qk, gate = ((1, 4096, heads, 64), jnp.bfloat16), ((1, 4096, heads, 64), jnp.float32)
+    shapes = [qk, qk, qk, gate, (gate[0][:3], jnp.float32), ((1, heads, 64, 64), jnp.float32)]
+
+    def loss(*x):
+        o, state = kda_mosaic(*x[:5], scale=1.0, initial_state=x[5])
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    text = lower(jax.grad(loss, tuple(range(6))), shapes)
+    assert text.count("custom_call @mosaic_gpu") == 3  # the backward's; nothing of the forward is kept
+    text = lower(lambda *x: kda_mosaic(*x[:5], scale=1.0, initial_state=x[5]), shapes)
+    assert text.count("custom_call @mosaic_gpu") == (3 if heads == 2 else 2)
+
+
 def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
     qk = jax.ShapeDtypeStruct((1, T, 2, K), dtype)
     return qk, qk, jax.ShapeDtypeStruct((1, T, 4, V), dtype), jax.ShapeDtypeStruct((1, T, 4, K), g)
