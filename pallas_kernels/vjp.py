@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
@@ -19,6 +20,9 @@ from pallas_kernels.prepare import CHUNK
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
 RESET = -1e4  # a log decay that leaves exactly nothing
+# For policies of `jax.checkpoint`. Where all are saved, no kernel of the forward pass runs again.
+RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
+OUTPUTS = ("kda_o", "kda_final_state")
 
 
 def kda_mosaic(
@@ -38,9 +42,11 @@ def kda_mosaic(
     """Kimi Delta Attention of activated inputs on Hopper (Kimi Linear, arXiv 2510.26692, section 3); the arguments
     are `kda_jax.kda`'s.
 
-    The backward pass keeps the inputs alone; where `backward.unsupported_reason` gives a reason, it is that of the
-    chunk form in XLA. A state is reset by a decay of exactly 0; with `cu_seqlens` the tokens are copied to where each
-    sequence begins a chunk. Other numbers of channels than the kernels' are filled up with zeros.
+    The backward pass keeps the inputs alone, under the names of `RESIDUALS`: 4 K H / HV + 2 V + 4 K bytes a token and
+    value head and those of beta (K = V = 128, as many key heads, beta in float32: 1284). Where
+    `backward.unsupported_reason` gives a reason, it is that of the chunk form in XLA. A state is reset by a decay of
+    exactly 0; with `cu_seqlens` the tokens are copied to where each sequence begins a chunk. Other numbers of channels
+    than the kernels' are filled up with zeros.
 
     Args:
       config: tuning; by default that of the shape on each device.
@@ -121,9 +127,12 @@ def _run(
     inputs = [fill(q, keys), fill(k, keys), fill(v, values), fill(g, keys), beta]
     inputs += [] if state is None else [fill(state, keys, values)]
     inputs += [fill(x, keys) if static.activation is not None and x.ndim == 2 else x for x in more]
+    named = 5 + (state is not None)
+    inputs[:named] = [checkpoint_name(x, name) for x, name in zip(inputs[:named], RESIDUALS, strict=False)]
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
     varying = as_varying(tuple(inputs), tuple(inputs))
-    o, final_state = _kda(static._replace(has_state=state is not None), *varying)
+    results = _kda(static._replace(has_state=state is not None), *varying)
+    o, final_state = (checkpoint_name(x, name) for x, name in zip(results, OUTPUTS, strict=True))
     return o[..., :V], final_state[..., :K, :V]
 
 
@@ -176,7 +185,7 @@ def _kda_backward(
     return (*gradients, None) if static.packed else gradients
 
 
-_kda.defvjp(_kda_forward, _kda_backward)
+_kda.defvjp(_kda_forward, _kda_backward, optimize_remat=True)
 
 
 def _activate(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
