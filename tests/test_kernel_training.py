@@ -1,4 +1,4 @@
-"""A training step: what the backward pass keeps, and which kernels run in one that is recomputed, mapped and sharded."""
+"""A training step: what the backward pass keeps, and which kernels run in a recomputed, mapped and sharded one."""
 
 import functools
 
