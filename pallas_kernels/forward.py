@@ -56,11 +56,8 @@ def forward(
 
     if initial_state is not None:
         initial_state = initial_state.astype(jnp.float32)
-    pieces = 1 if sequences is not None else config.pieces
-    if sequences is not None:
-        spans = jnp.pad(sequences, ((0, 0), (1, 0)))
-    else:
-        spans = _pieces(B, -(-padded // CHUNK), pieces)
+    pieces = config.pieces if sequences is None else 1
+    spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
     if pieces > 1:
         maps = scan(spans, config=Config(), outputs=False)[0]
         initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)

@@ -31,7 +31,7 @@ from pallas_kernels import registers as rg
 from pallas_kernels.activation import EPSILON, LOG2E, Activation
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
-from pallas_kernels.within import Dense, Exact, iota, times, zeros
+from pallas_kernels.within import Dense, Exact, decayed, iota, zeros
 
 CHUNK = rg.ROWS
 GROUP = 32  # channels a pass over the scores: what the registers hold
@@ -81,7 +81,7 @@ def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interp
         # 1. in blocks
         own, U, D = within.add(own, q, k, decay, interpret)
         # 2. between blocks: keys decayed to the end of their block meet rows decayed from there
-        fr.store_operand(operand, times(k, D), **kw)
+        fr.store_operand(operand, decayed(k, D, dtype), **kw)
         memory.store_ends(ends.at[pl.ds(BEFORE, 4), cs], U, **kw)
         plgpu.commit_smem()
 
@@ -90,12 +90,12 @@ def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interp
 
         pairs = []
         for distance, total in zip((1, 2, 3), between, strict=True):
-            pairs.append(fr.block_scores(total, times(q, U), times(k, U), operand, distance, **kw))
+            rows = decayed(q, U, dtype), decayed(k, U, dtype)
+            pairs.append(fr.block_scores(total, *rows, operand, distance, **kw))
             U = U * end(-distance)
         # 3. decays over the whole chunk
         D = D * (end(1) * end(2) * end(3))
         memory.store_ends(ends.at[pl.ds(WHOLE, 4), cs], U, **kw)
-        q, k = q.astype(f32), k.astype(f32)
         tiles.kU.at[:, cs][...] = (k * U).astype(dtype)
         tiles.q.at[:, cs][...] = (q * U).astype(dtype)
         tiles.k.at[:, cs][...] = (k * D).astype(dtype)
@@ -114,13 +114,13 @@ class Raw(NamedTuple):
     tokens: int
 
 
-def _inverse_norms(ref: Any) -> jax.Array:
+def _inverse_norms(ref: Any, interpret: bool) -> jax.Array:
     """Of every row of ref [64, K], as an array [64, GROUP]."""
     total = zeros(GROUP)
     for start in range(0, ref.shape[1], GROUP):
         x = _load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
         total = total + x * x
-    return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))
+    return lax.rsqrt(fr.row_sums(total, interpret=interpret) + EPSILON)
 
 
 def make_prepare(
@@ -171,10 +171,10 @@ def make_prepare(
         if raw is None:
 
             def read(cs: Any) -> tuple[jax.Array, ...]:
-                return _load(qs.at[:, cs]), _load(ks.at[:, cs]), jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
+                return *(_load(x.at[:, cs]).astype(f32) for x in (qs, ks)), jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
         else:
             beta_rows = raw.activation.strength(beta_rows)
-            speed, norms = jnp.exp(parameters[0][h]), (_inverse_norms(qs), _inverse_norms(ks))
+            speed, norms = jnp.exp(parameters[0][h]), [_inverse_norms(x, emulated) for x in (qs, ks)]
 
             def read(cs: Any) -> tuple[jax.Array, ...]:
                 bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
@@ -182,14 +182,10 @@ def make_prepare(
                 decay = raw.activation.decay(x, speed)
                 if raw.tokens % CHUNK:
                     decay = jnp.where(iota(0, GROUP) + n * CHUNK < raw.tokens, decay, jnp.ones_like(decay))
-                units = (
-                    (_load(x.at[:, cs]).astype(f32) * norm).astype(dtype)
-                    for x, norm in zip((qs, ks), norms, strict=True)
-                )
-                return *units, decay
+                return *(_load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((qs, ks), norms, strict=True)), decay
 
         tiles = Tiles(qs, ks, kUs, ends, operand)
-        (q_own, k_own), between = scores(tiles, read, Dense() if bounded else Exact(), emulated)
+        (q_own, k_own), between = scores(tiles, read, (Dense if bounded else Exact)(dtype), emulated)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
         plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
@@ -258,7 +254,6 @@ def make_prepare(
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             approx_math=True,
-            reduction_scratch_bytes=4,  # sums along a row stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         **({} if interpret is None else {"interpret": interpret}),
