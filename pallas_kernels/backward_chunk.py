@@ -106,7 +106,7 @@ def between_runs(blocks: list[Block], n: int, chunk: Chunk) -> list[Block]:
     odd = [b & n == n for b in range(BLOCKS)]
     F = [x.U if o else x.D for x, o in zip(blocks, odd, strict=True)]
     kF = [times(chunk.load(chunk.k, b), F[b]) for b in range(BLOCKS)]
-    qF = [times(chunk.load(chunk.q, b), F[b]) if odd[b] else None for b in range(BLOCKS)]
+    qF = {b: times(chunk.load(chunk.q, b), F[b]) for b in range(BLOCKS) if odd[b]}
     ends = [lv.block_end(x.U, **kw) for x in blocks]
     dg, out = [x.dg for x in blocks], []
     for b, x in enumerate(blocks):
@@ -159,7 +159,7 @@ def make_backward_chunk(
 
     def kernel(*refs: Any) -> None:
         q, k, g, beta, do, v_new, dv, S, dS, dq, dk, dg, dbeta, *scratch = refs
-        qs, ks, values, Ss, dSs, X, Y, zero, for_scores, for_keys, for_states = scratch
+        qs, ks, values, Ss, dSs, X, Y, for_scores, for_keys, for_states = scratch
         dos, vs, dvs = (values.at[i] for i in range(3))
         n, b, part = (lax.axis_index(name) for name in ("n", "b", "part"))
         h, part = lax.div(part, parts), lax.rem(part, parts)
@@ -171,7 +171,6 @@ def make_backward_chunk(
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
         for source, target in ((S, Ss), (dS, dSs)):
             plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
-        zero[0] = 0
         e = jnp.exp2(memory.load_transposed(g.at[b, rows, h, channels], **kw) * LOG2E)
 
         # 1. gradients of the scores, symmetric, and of beta
@@ -200,7 +199,8 @@ def make_backward_chunk(
 
         # 3. through the states
         plgpu.barrier_wait(for_states)
-        dos, vs, dvs = (values.at[i + zero[0]] for i in range(3))
+        zero = rg.opaque_zero(**kw)
+        dos, vs, dvs = (values.at[i + zero] for i in range(3))
 
         def through(a: Any, b: Any, factor: float, decay: str) -> jax.Array:
             """decay (factor a b)."""
@@ -254,7 +254,6 @@ def make_backward_chunk(
             tile((3, CHUNK, V), dtype, 64),
             *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
             *[plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
-            plgpu.SMEM((1,), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
             *[plgpu.Barrier(num_arrivals=2)] * 2,
         ],
