@@ -133,7 +133,7 @@ def add_products(total: jax.Array, *factors: Factor, interpret: bool) -> jax.Arr
         for x, block, s, odd in factors:
             i, j = jnp.arange(BLOCK)[:, None], jnp.arange(BLOCK)[None]
             wanted = jnp.ones((BLOCK, BLOCK), bool) if s is None else ((i ^ j) >= s) & ((i ^ j) < max(2 * s, 1))
-            if odd is not None:
+            if s is not None and odd is not None:
                 wanted &= ((i & s) == s) == odd
             total += rg.dot("wcj,wij->wci", rg.blocks(x), jnp.where(wanted, rg.blocks(block), 0.0)).reshape(total.shape)
         return total
