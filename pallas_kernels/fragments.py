@@ -7,7 +7,6 @@ Every piece has a twin in plain jnp for the interpreter (`interpret=True`), so t
 is checked on a CPU. Pieces are written for Lane semantics; a "block" is a warp's 16 rows.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -36,25 +35,6 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
             return llvm.inline_asm(ir.F32Type.get(), [v], "rcp.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False)
 
         return rg.from_elements([[[rcp(v) for v in half] for half in pair] for pair in rg.elements(x)])
-
-    return piece(x)
-
-
-def row_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """In all columns of a row the sum of x [64, n] over them. Pallas would set shared memory aside for it."""
-    if interpret:
-        return jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True), x.shape)
-
-    @plgpu.inline_mgpu(arg_types=(rg.LAYOUT,), return_type=rg.array(x.shape[1]))
-    def piece(_, x):
-        sums = []
-        for half in zip(*rg.elements(x), strict=True):
-            values = [v for pair in half for v in pair]
-            total = functools.reduce(arith.addf, values)
-            for distance in (1, 2):  # the four lanes of a row
-                total = arith.addf(total, rg.shuffle(total, arith.xori(rg.lane(), rg.i32(distance))))
-            sums.append([total, total])
-        return rg.from_elements([sums] * (x.shape[1] // 8))
 
     return piece(x)
 

@@ -114,13 +114,13 @@ class Raw(NamedTuple):
     tokens: int
 
 
-def _inverse_norms(ref: Any, interpret: bool) -> jax.Array:
+def _inverse_norms(ref: Any) -> jax.Array:
     """Of every row of ref [64, K], as an array [64, GROUP]."""
     total = zeros(GROUP)
     for start in range(0, ref.shape[1], GROUP):
         x = _load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
         total = total + x * x
-    return lax.rsqrt(fr.row_sums(total, interpret=interpret) + EPSILON)
+    return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))
 
 
 def make_prepare(
@@ -174,7 +174,7 @@ def make_prepare(
                 return *(_load(x.at[:, cs]).astype(f32) for x in (qs, ks)), jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
         else:
             beta_rows = raw.activation.strength(beta_rows)
-            speed, norms = jnp.exp(parameters[0][h]), [_inverse_norms(x, emulated) for x in (qs, ks)]
+            speed, norms = jnp.exp(parameters[0][h]), (_inverse_norms(qs), _inverse_norms(ks))
 
             def read(cs: Any) -> tuple[jax.Array, ...]:
                 bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
@@ -254,6 +254,7 @@ def make_prepare(
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             approx_math=True,
+            reduction_scratch_bytes=0,  # all sums stay within a warp
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         **({} if interpret is None else {"interpret": interpret}),

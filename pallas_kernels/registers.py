@@ -108,6 +108,19 @@ def mma(c: list[Register], a: list[Register], b: list[Register], dtype: ir.Type)
     return [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(4)]
 
 
+def opaque_zero(*, interpret: bool) -> jax.Array:
+    """0, but the compiler does not know: added to an index, it keeps addresses from being computed ahead of a loop."""
+    if interpret:
+        return jnp.int32(0)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT))
+    def piece(_):
+        zero = llvm.inline_asm(i32_type(), [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
+        return fa.FragmentedArray.splat(zero, (), is_signed=True)
+
+    return piece()
+
+
 def blocks(x: jax.Array) -> jax.Array:
     """[64, n] -> [4, 16, n], for the twins."""
     return x.astype(jnp.float32).reshape(ROWS // BLOCK, BLOCK, -1)
