@@ -90,8 +90,8 @@ def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interp
 
         pairs = []
         for distance, total in zip((1, 2, 3), between, strict=True):
-            rows = decayed(q, U, dtype), decayed(k, U, dtype)
-            pairs.append(fr.block_scores(total, *rows, operand, distance, **kw))
+            queries, keys = decayed(q, U, dtype), decayed(k, U, dtype)
+            pairs.append(fr.block_scores(total, queries, keys, operand, distance, **kw))
             U = U * end(-distance)
         # 3. decays over the whole chunk
         D = D * (end(1) * end(2) * end(3))

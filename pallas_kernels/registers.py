@@ -113,7 +113,7 @@ def opaque_zero(*, interpret: bool) -> jax.Array:
     if interpret:
         return jnp.int32(0)
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT))
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=plgpu.Layout.WG_SPLAT))
     def piece(_):
         zero = llvm.inline_asm(i32_type(), [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
         return fa.FragmentedArray.splat(zero, (), is_signed=True)

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from kda_jax.models.hf_tensors import OTHER_MODELS, Entry, Tensor
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
