@@ -45,8 +45,8 @@ def kda_mosaic(
     The backward pass keeps the inputs alone, under the names of `RESIDUALS`: 4 K H / HV + 2 V + 4 K bytes a token and
     value head and those of beta (K = V = 128, as many key heads, beta in float32: 1284). Where
     `backward.unsupported_reason` gives a reason, it is that of the chunk form in XLA. A state is reset by a decay of
-    exactly 0; with `cu_seqlens` the tokens are copied to where each sequence begins a chunk. Other numbers of channels
-    than the kernels' are filled up with zeros.
+    exactly 0, to which no `g_min` applies; with `cu_seqlens` the tokens are copied to where each sequence begins a
+    chunk. Other numbers of channels than the kernels' are filled up with zeros.
 
     Args:
       config: tuning; by default that of the shape on each device.
@@ -58,6 +58,7 @@ def kda_mosaic(
     inputs: tuple[jax.Array, ...] = (q, k, v, g.astype(jnp.float32), beta)
     if packing is not None and packing.reset is not None:
         inputs = (q, k, v, jnp.where(packing.reset[..., None, None], RESET, inputs[3]), beta)
+        g_min = None  # a reset keeps no promise
     if packing is None or packing.cu_seqlens is None or packing.slot is None:
         return _run(_Static(float(scale), g_min, config, interpret), inputs, initial_state)
     alignment = align(packing.cu_seqlens, packing.slot, CHUNK)

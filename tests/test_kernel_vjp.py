@@ -14,7 +14,8 @@ from reference import kda as oracle
 from tolerances import assert_close
 
 from kda_jax.ops.chunk import kda_chunk
-from kda_jax.ops.packing import plan_cu_seqlens
+from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
+from kda_jax.ops.prepare import select_valid
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
 from pallas_kernels.prepare import CHUNK
@@ -35,7 +36,8 @@ def stand_in(monkeypatch):
         packing = None
         if sequences is not None:
             packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
-        return kda_chunk(q, k, v, g, beta, scale=scale, initial_state=initial_state, packing=packing)[:2]
+        options = {"scale": scale, "g_min": g_min, "packing": packing}
+        return kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)[:2]
 
     def backward(inputs, initial_state, cotangents, *, scale, g_min, config, interpret):
         def chunk_form(*arrays):
@@ -119,6 +121,32 @@ def test_gradients_of_packed_sequences(rng):
                 assert_close(x[:, start:end], y, 1e-4, name)
         assert_close(got[5][n : n + 1], want[5], 1e-4, "initial_state")
     assert all(not x[:, 66:].any() for x in got[:5])
+
+
+@pytest.mark.parametrize("reason", [None, "no backward kernels"])
+def test_segments_with_bounded_decay(rng, monkeypatch, reason):
+    """The decay that resets a state is beyond every bound."""
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda dtype, scale: reason)
+    ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
+    packing = plan_segments(jnp.asarray(ids))
+    *arrays, state = (x[:1] for x in inputs(rng))
+    arrays = [*select_valid(packing, *arrays), state]
+    arrays[3] = jnp.maximum(arrays[3], -5.0)
+    do, dstate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, T, HV, V), (1, HV, K, V)))
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing, g_min=-5.0)
+    (o, final_state), pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays)
+    got = pull((do * packing.valid[..., None, None], dstate))
+    for segment, gradient in ((3, jnp.zeros_like(dstate)), (5, jnp.zeros_like(dstate)), (2, dstate)):
+        own = ids[0] == segment
+        before = state if segment == 3 else jnp.zeros_like(state)
+        options = {"scale": SCALE, "do": do[:, own], "dfinal_state": gradient}
+        (want_o, last), want = oracle(*(x[:, own] for x in arrays[:5]), before, **options)
+        assert_close(o[:, own], want_o, 1e-5, "o")
+        for name, x, y in zip(("q", "k", "v", "g", "beta"), got, want[:5], strict=False):
+            assert_close(x[:, own], y, 1e-4, name)
+        if segment == 3:
+            assert_close(got[5], want[5], 1e-4, "initial_state")
+    assert_close(final_state, last, 1e-5, "final_state")
 
 
 def test_no_initial_state_is_zero(rng):
