@@ -6,8 +6,8 @@ MULTIPROCESSORS = 132  # of an H200 or H100 SXM
 VALUES = 64  # values a warpgroup of the scan
 
 
-LEAST_PIECES = 4  # a split costs a second scan, with states of K more columns
-LEAST_CHUNKS = 8  # of a piece
+LEAST_PIECES = 8  # a split costs a second scan, with states of K more columns
+LEAST_CHUNKS = 32  # of a piece
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,8 @@ def test_lowers_at_any_length(T):
 @pytest.mark.parametrize("heads", [2, 64])
 def test_the_public_function_lowers_partitioned(heads):
     """Split and whole; the interpreter's tests pass the partitioning by."""
-    qk, gate = ((1, 4096, heads, 64), jnp.bfloat16), ((1, 4096, heads, 64), jnp.float32)
+    T = 32768
+    qk, gate = ((1, T, heads, 64), jnp.bfloat16), ((1, T, heads, 64), jnp.float32)
     shapes = [qk, qk, qk, gate, (gate[0][:3], jnp.float32), ((1, heads, 64, 64), jnp.float32)]
 
     def loss(*x):
@@ -156,4 +157,4 @@ def test_config_checks_itself():
     assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2)
     assert default_config(256, 64, 64).warpgroups == 1
     assert default_config(4, 128, 1024).pieces == 16
-    assert default_config(4, 128, 16).pieces == 1
+    assert default_config(4, 128, 128).pieces == default_config(16, 128, 1024).pieces == 1
