@@ -17,4 +17,5 @@ def test_example_runs(name):
     for result in ("y", "y1", "logits", "o", "o1", "state"):
         assert result not in scope or bool(jnp.isfinite(scope[result]).all()), result
     for tokens in scope.get("tokens", ()):
-        assert len(tokens) == 4 and all(0 <= token < 256 for token in tokens)
+        assert len(tokens) == 4
+        assert all(0 <= token < 256 for token in tokens)
