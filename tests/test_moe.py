@@ -232,3 +232,9 @@ def test_model_config_errors():
         HybridConfig(vocab_size=7, width=8, num_heads=2, head_dim=4, pattern=("kda",), moe=BASE, dense_layers=-1)
     with pytest.raises(ValueError, match=r"must be above 0, got SiTU\(beta=0, linear_beta=25\.0\)"):
         SiTU(beta=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, WIDTH), (0, 3, WIDTH)])
+def test_no_tokens(shape, rng):
+    y, load = build("kimi_k3", rng)(jnp.zeros(shape))
+    assert y.shape == shape and not load.any()

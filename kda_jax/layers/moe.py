@@ -227,7 +227,7 @@ class MixtureOfExperts(nnx.Module):
         sizes = _count(experts, self.config.num_experts)
         copies = _permute(jnp.repeat(x, self.config.top_k, axis=0), order, inverse)
         y = _permute(self.experts(copies, sizes), inverse, order)
-        y = y.reshape(*experts.shape, -1)
+        y = y.reshape(*experts.shape, y.shape[-1])
         return jnp.sum(y.astype(weights.dtype) * weights[..., None], axis=1).astype(y.dtype)
 
 
