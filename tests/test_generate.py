@@ -1,5 +1,7 @@
 """Generation equals asking the model anew for every token, however prompts are cut, padded, packed and batched."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +166,24 @@ def test_dtype_of_a_cache_is_kept():
 def test_request_errors(prompt, limit, message):
     with pytest.raises(ValueError, match=message):
         generate(build(), [[1], prompt], max_new_tokens=limit)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prompt", [1.7, 2], r"prompt must be integers that int32 holds, got \[1.7, 2\]"),
+        ("prompt", [[1], [2]], "prompt must be integers"),
+        ("prompt", "ab", "prompt must be integers"),
+        ("max_new_tokens", 2.5, "max_new_tokens must be an integer that int32 holds, got 2.5"),
+        ("stop_tokens", [2**40], "stop_tokens must be integers that int32 holds"),
+        ("seed", 2**70, "seed must be an integer that int64 holds"),
+        ("sampling", Sampling(1.0, 2**40), "sampling.top_k must be an integer that int32 holds"),
+        ("sampling", Sampling(np.ones(2)), r"sampling.temperature must be a number, got array"),
+    ],
+)
+def test_requests_that_would_stop_others_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Request([1], 2), **{field: value})
 
 
 @pytest.mark.parametrize("name", ["burst", "chunk_size"])

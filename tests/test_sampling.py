@@ -87,6 +87,8 @@ def test_ties_with_the_last_kept_are_kept():
         ("top_p", 0.0, r"top_p must be in \(0, 1\], got 0.0"),
         ("top_p", 1.1, r"top_p must be in \(0, 1\], got 1.1"),
         ("min_p", -0.5, r"min_p must be in \[0, 1\], got -0.5"),
+        ("top_k", np.int64(-1), r"top_k must be an integer of at least 0, got"),
+        ("top_p", np.float32(1.5), r"top_p must be in \(0, 1\], got"),
         ("min_p", 2, r"min_p must be in \[0, 1\], got 2"),
     ],
 )

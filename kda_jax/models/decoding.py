@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Request:
       seed: of the row's random numbers.
 
     Raises:
-      ValueError: for an empty prompt or no token to generate.
+      ValueError: for an empty prompt, no token to generate, or what no row of a batch could hold.
     """
 
     prompt: Sequence[int]
@@ -48,11 +49,29 @@ class Request:
             raise ValueError("a prompt must have at least one token; begin an empty one with the model's first token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        for name in FIELDS:
+            value = getattr(self.sampling, name)
+            if np.ndim(value):
+                raise ValueError(f"sampling.{name} must be a number, got {value!r}")
+        _check_integers("prompt", self.prompt, 1, np.int32)
+        _check_integers("max_new_tokens", self.max_new_tokens, 0, np.int32)
+        _check_integers("stop_tokens", self.stop_tokens, 1, np.int32)
+        _check_integers("seed", self.seed, 0, np.int64)
+        _check_integers("sampling.top_k", self.sampling.top_k, 0, np.int32)
 
     @property
     def length(self) -> int:
         """Tokens that its cache will hold: all but the last one generated."""
         return len(self.prompt) + self.max_new_tokens - 1
+
+
+def _check_integers(name: str, value: Any, ndim: int, dtype: type[np.signedinteger]) -> None:
+    """Raises unless value is of `ndim` axes and `dtype` holds its integers."""
+    array, limits = np.asarray(value), np.iinfo(dtype)
+    whole = np.issubdtype(array.dtype, np.integer) or not array.size
+    if array.ndim != ndim or not whole or np.any((array < limits.min) | (array > limits.max)):
+        expected = "integers" if ndim else "an integer"
+        raise ValueError(f"{name} must be {expected} that {dtype.__name__} holds, got {value!r}")
 
 
 @functools.partial(

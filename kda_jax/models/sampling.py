@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -38,13 +39,13 @@ class Sampling:
     def __post_init__(self) -> None:
         allowed = {
             "temperature": ("finite and at least 0", lambda x: 0 <= x < math.inf),
-            "top_k": ("an integer of at least 0", lambda x: isinstance(x, int) and x >= 0),
+            "top_k": ("an integer of at least 0", lambda x: isinstance(x, (int, np.integer)) and x >= 0),
             "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
             "min_p": ("in [0, 1]", lambda x: 0 <= x <= 1),
         }
         for name, (expected, test) in allowed.items():
             value = getattr(self, name)
-            if isinstance(value, (int, float)) and not test(value):
+            if isinstance(value, (int, float, np.number)) and not test(value):
                 raise ValueError(f"Sampling.{name} must be {expected}, got {value!r}")
 
     def rows(self, batch_size: int) -> "Sampling":
