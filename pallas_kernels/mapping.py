@@ -31,7 +31,8 @@ def over_batch_and_heads(
 ) -> Run:
     """`run(static, ...)` of arrays, on whichever part of the batch and of the heads it is called with.
 
-    Under vmap the mapped axis joins the batch; where an array without a batch is mapped, calls follow one another.
+    Under vmap the mapped axis joins the batch; where an array without a batch is mapped or made, calls follow one
+    another.
     With `partition`, under jit, every device runs it on its own batch rows and heads.
 
     Args:
@@ -41,6 +42,7 @@ def over_batch_and_heads(
       value_heads_a_head: j / h.
     """
     has_batch = [axes.startswith("b") for axes in arrays.split(", ")]
+    joins = all(axes.startswith("b") for axes in results.split(", "))
     local = functools.partial(run, static)
     here = _partitioned(local, arrays, results, value_heads_a_head) if partition else local
 
@@ -60,7 +62,7 @@ def over_batch_and_heads(
             left = iter(members)
             return mapped(*(next(left) if m else x for x, m in zip(inputs, is_mapped, strict=True)))
 
-        if any(m and not b for m, b in zip(is_mapped, has_batch, strict=True)):
+        if not joins or any(m and not b for m, b in zip(is_mapped, has_batch, strict=True)):
             outputs = jax.lax.map(one, [x for x, m in zip(inputs, is_mapped, strict=True) if m])
         else:
             joined = mapped(*map(join, inputs, is_mapped, has_batch))

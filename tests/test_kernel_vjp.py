@@ -165,6 +165,20 @@ def test_vmap_joins_the_batch(rng):
         assert_close(final_state[i], want_state, 1e-5, "final_state")
 
 
+def test_vmap_over_packed_sequences(rng):
+    """The spans are those of one row, so rows do not join."""
+    arrays = inputs(rng, batch=(2, 1))[:5]
+    states = jnp.asarray(rng.normal(size=(3, HV, K, V)), jnp.float32)
+    packing = plan_cu_seqlens(jnp.asarray([0, 30, 30, T]), T)
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing, initial_state=states)
+    o, final_state = jax.jit(jax.vmap(run))(*arrays)
+    for i in range(2):
+        for n, (start, end) in {0: (0, 30), 2: (30, T)}.items():
+            want, last = oracle(*(x[i, :, start:end] for x in arrays), states[n : n + 1], scale=SCALE)
+            assert_close(o[i, :, start:end], want, 1e-5, "o")
+            assert_close(final_state[i, n : n + 1], last, 1e-5, "final_state")
+
+
 def mesh():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
