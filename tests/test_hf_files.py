@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import struct
 import sys
 import tracemalloc
 
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from kda_jax.layers import MixerConfig, MLAConfig, MoEConfig, SiTU
 from kda_jax.models import HybridConfig, HybridLM, hf, mxfp4, orbax, sharding
-from kda_jax.models.hf_files import CheckpointError
+from kda_jax.models.hf_files import INDEX, CheckpointError, Files
 
 LINEAR = HybridConfig(
     vocab_size=11,
@@ -240,6 +241,30 @@ def test_a_damaged_header_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match=r"unreadable: model.safetensors: the header would take \d+ bytes of 20"):
         hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[1]",
+        '{"a": "b"}',
+        '{"a": {"dtype": "F32", "shape": null, "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+    ],
+)
+def test_a_header_of_another_form_is_named(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    [flaw] = Files.of(tmp_path).flaws
+    assert flaw.startswith("unreadable: model.safetensors: ")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_an_index_of_another_form_is_named(tmp_path, index):
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=f"{INDEX} names no files: "):
+        Files.of(tmp_path)
 
 
 def test_errors(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
 }
 
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what reading JSON of another form gives
+
 
 class CheckpointError(ValueError):
     """A checkpoint that does not hold the model: lists every tensor that is wrong."""
@@ -68,10 +70,14 @@ class Files:
 
         Raises:
           FileNotFoundError: if there are none.
+          CheckpointError: if the index is none.
         """
         index = directory / INDEX
         if index.exists():
-            files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            try:
+                files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            except MALFORMED as error:
+                raise CheckpointError(f"{INDEX} names no files: {error!r}") from error
         else:
             files = sorted(directory.glob("*.safetensors"))
         if not files:
@@ -81,7 +87,7 @@ class Files:
         for file in files:
             try:
                 tensors |= _header(file)
-            except (OSError, ValueError, KeyError, struct.error) as error:
+            except (OSError, struct.error, *MALFORMED) as error:
                 flaws.append(f"unreadable: {file.name}: {error}")
         return cls(tensors, flaws)
 
@@ -132,6 +138,8 @@ def _header(file: Path) -> dict[str, Stored]:
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     start = 8 + length
+    if any(entry["data_offsets"][0] < 0 for entry in header.values()):
+        raise ValueError("a tensor would begin before the data")
     return {
         name: Stored(
             file,
