@@ -18,7 +18,7 @@ test: venv
 # The operators, layers and lowerings on the oldest JAX that setup.cfg allows.
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(sort $(wildcard \
-	  tests/test_ops_*.py tests/test_gates.py tests/test_packing.py tests/test_layers_*.py tests/test_kernel_*.py))
+	  tests/test_ops_*.py tests/test_gates.py tests/test_packing.py tests/test_layers_*.py tests/test_kernel_lowering.py))
 
 lint: venv
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""The forward kernels: in the interpreter, with its race detector, against the float64 oracle; and lowered for CUDA."""
+"""The forward kernels: in the interpreter, with its race detector, against the float64 oracle."""
 
 import functools
 
@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aot_cases import cases
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from reference import kda as oracle
 from tolerances import FORWARD, assert_close
 
@@ -85,44 +83,6 @@ def test_later_tokens_change_nothing(rng):
     after = kernels(Config())(*changed, arrays[3].at[:, 66].set(-50.0), *arrays[4:])[0]
     assert jnp.array_equal(before[:, :66], after[:, :66])
     assert not jnp.array_equal(before[:, 66:], after[:, 66:])
-
-
-def lower(function, shapes):
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes))
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize(("name", "function", "shapes"), [pytest.param(*case, id=case[0]) for case in cases()])
-def test_lowers_for_hopper(name, function, shapes):
-    assert "mosaic_gpu" in lower(function, shapes)
-
-
-@pytest.mark.parametrize("T", [1, 7, 20, 300, 1000])
-def test_lowers_at_any_length(T):
-    """The copies move rows in groups of eight: a length that is no multiple of that once did not lower."""
-    qk, v = ((2, T, 2, 128), jnp.bfloat16), ((2, T, 4, 128), jnp.bfloat16)
-    shapes = [qk, qk, v, ((2, T, 4, 128), jnp.float32), ((2, T, 4), jnp.float32), ((2, 4, 128, 128), jnp.float32)]
-    function = functools.partial(forward, scale=1.0, g_min=None, config=Config())
-    assert lower(lambda *x: function(x[:5], x[5]), shapes).count("custom_call @mosaic_gpu") == 2
-
-
-@pytest.mark.parametrize("heads", [2, 64])
-def test_the_public_function_lowers_partitioned(heads):
-    """Split and whole; the interpreter's tests pass the partitioning by."""
-    T = 32768
-    qk, gate = ((1, T, heads, 64), jnp.bfloat16), ((1, T, heads, 64), jnp.float32)
-    shapes = [qk, qk, qk, gate, (gate[0][:3], jnp.float32), ((1, heads, 64, 64), jnp.float32)]
-
-    def loss(*x):
-        o, state = kda_mosaic(*x[:5], scale=1.0, initial_state=x[5])
-        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
-
-    text = lower(jax.grad(loss, tuple(range(6))), shapes)
-    assert text.count("custom_call @mosaic_gpu") == 3  # the backward's; nothing of the forward is kept
-    text = lower(lambda *x: kda_mosaic(*x[:5], scale=1.0, initial_state=x[5]), shapes)
-    assert text.count("custom_call @mosaic_gpu") == (3 if heads == 2 else 2)
 
 
 def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
