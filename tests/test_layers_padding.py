@@ -67,6 +67,14 @@ def test_no_tokens_and_padded_tokens_keep_the_cache(name):
         assert jnp.allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_rows(name):
+    layer = LAYERS[name](nnx.Rngs(0))
+    for cache in (None, layer.init_cache(0, 9)):
+        y, _ = layer(jnp.zeros((0, 5, 8)), cache=cache)
+        assert y.shape == (0, 5, 8)
+
+
 def test_a_state_keeps_its_dtype():
     """Also over a sequence, where the arithmetic is in float32."""
     layer = LAYERS["kda"](nnx.Rngs(0))

@@ -120,7 +120,7 @@ class Attention(nnx.Module):
             call alone is too long. Under `jit` the output of a row that overflows is NaN.
         """
         check_inputs(x, self.in_features, segment_ids, cache)
-        if x.shape[1] == 0:
+        if 0 in x.shape[:2]:
             return no_tokens(x, self.dtype, self.param_dtype), cache
         x = zero_padding(x, segment_ids)
         tokens = locate(segment_ids, x, cache)

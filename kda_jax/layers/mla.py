@@ -116,7 +116,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
         """The attended tokens and the cache after them; arguments, cache and errors as in `Attention`."""
         check_inputs(x, self.in_features, segment_ids, cache)
-        if x.shape[1] == 0:
+        if 0 in x.shape[:2]:
             return no_tokens(x, self.dtype, self.param_dtype), cache
         x = zero_padding(x, segment_ids)
         tokens = locate(segment_ids, x, cache)
