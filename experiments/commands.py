@@ -11,6 +11,7 @@ from absl import flags
 from experiments import metrics
 from experiments.errors import ConfigError
 
+SIZE = flags.DEFINE_string("size", None, "Of a model: 1.3b or tiny; by default 1.3b on a GPU, tiny on a CPU.")
 OUTPUT = flags.DEFINE_string("output", os.devnull, "A file for the lines of JSON, which are printed too.")
 
 Row = dict[str, Any]

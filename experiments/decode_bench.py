@@ -23,14 +23,13 @@ from absl import app, flags
 from flax import nnx
 
 from experiments import metrics, tables
-from experiments.commands import Row, one_line, open_log, read_flags
+from experiments.commands import SIZE, Row, one_line, open_log, read_flags
 from experiments.errors import ConfigError
 from kda_jax.layers import AttentionCache, DeltaCache, MLAConfig
 from kda_jax.models import HybridConfig, HybridLM
 from kda_jax.models.decoding import Decoder, Decoding, Request, begin
 from kda_jax.models.hybrid import Cache, LayerCache
 
-_SIZE = flags.DEFINE_string("size", None, "By default 1.3b on a GPU, tiny on a CPU.")
 _MODELS = flags.DEFINE_list("models", ["hybrid", "full", "kda"], "Some of hybrid, full, kda.")
 _CONTEXTS = flags.DEFINE_list("contexts", None, "Tokens in the cache; by default 4096,32768,131072, for tiny 64,256.")
 _BATCH = flags.DEFINE_integer("batch", None, "Rows; by default 64, for tiny 2.", lower_bound=1)
@@ -233,7 +232,7 @@ def main(argv: list[str]) -> None:
     try:
         if argv[1:]:
             raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
-        settings = parse(_SIZE.value, _MODELS.value, _CONTEXTS.value, _BATCH.value)
+        settings = parse(SIZE.value, _MODELS.value, _CONTEXTS.value, _BATCH.value)
         first = header(settings)
         log = open_log(first)
     except ConfigError as error:

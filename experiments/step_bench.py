@@ -29,13 +29,12 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from experiments import metrics
-from experiments.commands import Row, one_line, open_log, read_flags
+from experiments.commands import SIZE, Row, one_line, open_log, read_flags
 from experiments.errors import ConfigError
 from kda_jax.layers import MLAConfig
 from kda_jax.models import HybridConfig, HybridLM
 from kda_jax.models.hybrid import parameter_counts
 
-_SIZE = flags.DEFINE_string("size", None, "By default 1.3b on a GPU, tiny on a CPU.")
 _ROWS = flags.DEFINE_integer("rows", 8, "Sequences a step.", lower_bound=1)
 _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 2, "In how many parts they are taken.", lower_bound=1)
 
@@ -195,7 +194,7 @@ def main(argv: list[str]) -> None:
     try:
         if argv[1:]:
             raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
-        settings = parse(_SIZE.value, _ROWS.value, _MICRO_BATCHES.value)
+        settings = parse(SIZE.value, _ROWS.value, _MICRO_BATCHES.value)
         first = header(settings)
         log = open_log(first)
     except ConfigError as error:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import memory
 from pallas_kernels.activation import EPSILON, Activation, sigmoid
 
 LANES, WARPS = 32, 4
@@ -84,8 +85,8 @@ def decode(
         S = row(0) * S
         error = strength * (values - jnp.sum(row(1) * S, 0))
         S = S + row(1) * along(1, error)
-        state.at[b, h, :, columns][...] = S.astype(state.dtype)
-        o.at[b, h, columns][...] = jnp.sum(row(2) * S, 0).astype(o.dtype)
+        memory.store(state.at[b, h, :, columns], S.astype(state.dtype))
+        memory.store(o.at[b, h, columns], jnp.sum(row(2) * S, 0).astype(o.dtype))
 
     run = plgpu.kernel(
         kernel,

@@ -27,6 +27,14 @@ def tile(shape: tuple[int, ...], dtype: Any, channels: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
+def store(ref: Any, x: jax.Array) -> None:
+    """ref = x, which since jax 0.12 an assignment only does in whole cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def fill(ref: Any, value: float, *, interpret: bool) -> None:
     """ref [4, n], float32 in shared memory, = value."""
     if interpret:

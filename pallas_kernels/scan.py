@@ -85,8 +85,10 @@ def make_scan(
             plgpu.wgmma_wait(0)
 
         def store(out: jax.Array, n: jax.Array) -> None:
-            """The outputs of chunk n of the span; out of bounds before the first, a branch would cost the overlap."""
-            rows = pl.ds(jnp.where(n < 0, chunks, first_chunk + n) * CHUNK, CHUNK)
+            """The outputs of chunk n of the span; before the first out of bounds, where no other span's are: a branch
+            would cost the overlap.
+            """
+            rows = pl.ds(jnp.where(n < 0, chunks + span, first_chunk + n) * CHUNK, CHUNK)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             os.at[wg].T[...] = out
             plgpu.commit_smem()

@@ -237,4 +237,5 @@ def test_model_config_errors():
 @pytest.mark.parametrize("shape", [(2, 0, WIDTH), (0, 3, WIDTH)])
 def test_no_tokens(shape, rng):
     y, load = build("kimi_k3", rng)(jnp.zeros(shape))
-    assert y.shape == shape and not load.any()
+    assert y.shape == shape
+    assert not load.any()
