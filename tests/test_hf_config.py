@@ -128,12 +128,21 @@ def test_what_the_library_lacks_is_listed():
         ({"hidden_act": "situ"}, "lacks activation_situ_beta, activation_situ_linear_beta"),
         ({"num_hidden_layers": 5}, "must name each of the layers 1 to 5, got"),
         ({"num_attention_heads": 6}, "num_attention_heads is 6, expected 3"),
+        ({"linear_attn_config": None}, "linear_attn_config must be an object, got None"),
+        ({"hidden_size": "8"}, "hidden_size must be an integer, got '8'"),
+        ({"dtype": "foo"}, "dtype must be a floating one, got 'foo'"),
         ({"quantization_config": {"format": "int-quantized"}}, "format must be 'mxfp4-pack-quantized', got 'int-q"),
     ],
 )
 def test_bad_documents(changes, message):
     there = {key: value for key, value in (document("kimi_linear_tiny") | changes).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
+        hf_config.from_json(there)
+
+
+@pytest.mark.parametrize(("there", "section"), [([], "config.json"), ({"text_config": None}, "text_config")])
+def test_sections_that_are_none(there, section):
+    with pytest.raises(ValueError, match=f"{section} must be an object"):
         hf_config.from_json(there)
 
 

@@ -24,10 +24,11 @@ from kda_jax.models.hf_fields import LAYER_TYPES
 Document = dict[str, Any]
 
 MXFP4 = "mxfp4-pack-quantized"
-NEEDED = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
-    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_attn_config"),
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+NEEDED = (*SIZES, "hidden_act", "linear_attn_config")
 
 
 def from_json(document: Document, dtype: DTypeLike = jnp.float32) -> HybridConfig:
@@ -40,6 +41,7 @@ def from_json(document: Document, dtype: DTypeLike = jnp.float32) -> HybridConfi
     Raises:
       ValueError: listing every key that is missing, or whose value this library does not have.
     """
+    _check_kinds(document)
     config = _read(document, dtype)
     written = _write(config)
     text, written_text = _text(document), _text(written)
@@ -105,6 +107,25 @@ def _differences(document: Document, written: Document) -> list[str]:
         for key, value in document.items()
         if key != "text_config" and value != written.get(key)
     ]
+
+
+def _check_object(name: str, section: Any) -> None:
+    if not isinstance(section, dict):
+        raise ValueError(f"{name} must be an object, got {section!r}")
+
+
+def _check_kinds(document: Any) -> None:
+    """Raises ValueError where a section is no object, a size no integer or the dtype none of JAX's."""
+    _check_object("config.json", document)
+    text = document.get("text_config", document)
+    _check_object("text_config", text)
+    _check_object("linear_attn_config", text.get("linear_attn_config", {}))
+    for key in SIZES:
+        if key in text and type(text[key]) is not int:
+            raise ValueError(f"{key} must be an integer, got {text[key]!r}")
+    for name in {str(part[key]) for part in (text, document) for key in ("dtype", "torch_dtype") if part.get(key)}:
+        if not hasattr(jnp, name) or not jnp.issubdtype(getattr(jnp, name), jnp.floating):
+            raise ValueError(f"dtype must be a floating one, got {name!r}")
 
 
 def _read(document: Document, dtype: DTypeLike) -> HybridConfig:
