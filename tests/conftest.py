@@ -21,6 +21,13 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def free_programs():
+    """A compiled program holds a few memory maps; a process that keeps thousands of programs runs out and crashes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator seeded by the test's own name: independent of order and of other tests."""
