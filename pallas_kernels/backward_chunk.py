@@ -34,12 +34,16 @@ from pallas_kernels.activation import LOG2E
 from pallas_kernels.levels import Factor
 from pallas_kernels.memory import tile
 from pallas_kernels.prepare import CHUNK
-from pallas_kernels.within import iota, times, zeros
+from pallas_kernels.within import iota, zeros
 
 CHANNELS = rg.ROWS  # key channels of a kernel's block
 BLOCK = rg.BLOCK
 BLOCKS = CHUNK // BLOCK
 f32 = jnp.float32
+
+
+def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    return x * factor.astype(x.dtype)
 
 
 def _product(a: Any, b: Any) -> jax.Array:

@@ -132,8 +132,7 @@ def _run(
     inputs[:named] = [checkpoint_name(x, name) for x, name in zip(inputs[:named], RESIDUALS, strict=False)]
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
     varying = as_varying(tuple(inputs), tuple(inputs))
-    run = _differentiable if static.interpret is None else _emulated
-    results = run(static._replace(has_state=state is not None), *varying)
+    results = _kda(static._replace(has_state=state is not None), *varying)
     o, final_state = (checkpoint_name(x, name) for x, name in zip(results, OUTPUTS, strict=True))
     return o[..., :V], final_state[..., :K, :V]
 
@@ -150,6 +149,7 @@ def _mapped(run: Any, static: _Static, arrays: str, results: str, inputs: tuple[
     return as_varying(mapped(*inputs), inputs)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _mapped(_local, static, *static.axes(), inputs)
 
@@ -186,10 +186,7 @@ def _kda_backward(
     return (*gradients, None) if static.packed else gradients
 
 
-_differentiable = jax.custom_vjp(_kda, nondiff_argnums=(0,))
-_differentiable.defvjp(_kda_forward, _kda_backward, optimize_remat=True)
-_emulated = jax.custom_vjp(_kda, nondiff_argnums=(0,))  # the interpreter's effects do not go with optimize_remat
-_emulated.defvjp(_kda_forward, _kda_backward)
+_kda.defvjp(_kda_forward, _kda_backward)
 
 
 def _activate(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:

@@ -33,10 +33,6 @@ def zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rg.ROWS, columns), jnp.float32), rg.LAYOUT)
 
 
-def times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return x * factor.astype(x.dtype)
-
-
 def decayed(x: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
     """x factor, rounded once to the dtype of a product's operand."""
     return (x * factor).astype(dtype)
