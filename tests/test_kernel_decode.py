@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cases import make, make_raw
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+from lowering import lower
 from reference import kda, kda_raw
 from tolerances import FORWARD, assert_close
 
@@ -173,12 +174,6 @@ def test_shard_map_checks_and_differentiates(rng, stand_in):
     for x in (value, jax.jit(sharded)(*arrays)):
         assert float(x) == pytest.approx(float(want_value), rel=1e-5)
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-4), got, want_grads)
-
-
-def lower(function, arguments, **options):
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return jax.jit(function, **options).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def specs(B=2, H=2, HV=4, K=128, V=128, dtype="bfloat16", state="float32"):
