@@ -14,10 +14,8 @@ memory with JAX only where XLA_PYTHON_CLIENT_PREALLOCATE=false.
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 
 from experiments import clock, decoding, metrics, peers, tables, versions
-from experiments.commands import Row, one_line, open_log, read_flags
+from experiments.commands import Row, WrongResultError, one_line, read_flags, record
 from experiments.errors import ConfigError
 from experiments.versions import Shape, Version
 
@@ -41,10 +39,6 @@ SHAPES = {
     "gpu": ["1x8192x32", "1x65536x32", "4x4096x64", "1x8192x96", "2x16384x16", "1x1024x32"],
 }
 DECODE = {"cpu": [], "gpu": ["1x32", "8x32", "64x32", "256x32", "1024x32"]}
-
-
-class WrongResultError(RuntimeError):
-    """A version is not the recurrence, so its speed means nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,22 +268,14 @@ def _cells(row: Row) -> list[str]:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # tokamax warns of every shape that it has no tuning for
-    try:
-        if argv[1:]:
-            raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
+
+    def plan() -> tuple[Row, Iterator[Row]]:
         settings = parse(_SHAPES.value, _DECODE.value, _GATES.value, _IMPLEMENTATIONS.value, _PEERS.value, _DTYPE.value)
-        first = header(settings)
-        log = open_log(first)
-        print(json.dumps(first), flush=True)
-        rows = []
-        for row in run(settings):
-            rows.append(row)
-            log.append([row])
-            print(json.dumps(row), flush=True)
-    except (ConfigError, WrongResultError) as error:
-        sys.exit(f"error: {error}")
+        return header(settings), run(settings)
+
+    rows = record(argv, plan)
     print(table(rows))
-    if settings.decode:
+    if any(row["measurement"] == "decode" for row in rows):
         print(decode_table(rows))
 
 

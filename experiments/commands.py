@@ -1,8 +1,9 @@
 """What the benchmarks' commands share: flags, error lines and the file of results."""
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,28 @@ def open_log(header: Mapping[str, Any]) -> metrics.Log:
 def one_line(error: BaseException) -> str:
     """The error's type and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class WrongResultError(RuntimeError):
+    """A version is not the recurrence, so its speed means nothing."""
+
+
+def record(argv: Sequence[str], plan: Callable[[], tuple[Mapping[str, Any], Iterable[Row]]]) -> list[Row]:
+    """The rows of `plan()` behind its header, each printed and logged as it comes.
+
+    A ConfigError or a WrongResultError ends the program with one line of error.
+    """
+    try:
+        if argv[1:]:
+            raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
+        header, measured = plan()
+        log = open_log(header)
+        print(json.dumps(header), flush=True)
+        rows = []
+        for row in measured:
+            rows.append(row)
+            log.append([row])
+            print(json.dumps(row), flush=True)
+    except (ConfigError, WrongResultError) as error:
+        sys.exit(f"error: {error}")
+    return rows

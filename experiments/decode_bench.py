@@ -11,9 +11,7 @@ first says of what; a table ends the run. What does not fit the memory says so i
 
 import dataclasses
 import functools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -23,7 +21,7 @@ from absl import app, flags
 from flax import nnx
 
 from experiments import metrics, tables
-from experiments.commands import SIZE, Row, one_line, open_log, read_flags
+from experiments.commands import SIZE, Row, one_line, read_flags, record
 from experiments.errors import ConfigError
 from kda_jax.layers import AttentionCache, DeltaCache, MLAConfig
 from kda_jax.models import HybridConfig, HybridLM
@@ -229,21 +227,11 @@ def _cells(row: Row, times: Mapping[tuple[str, int], float]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    try:
-        if argv[1:]:
-            raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
+    def plan() -> tuple[Row, Iterator[Row]]:
         settings = parse(SIZE.value, _MODELS.value, _CONTEXTS.value, _BATCH.value)
-        first = header(settings)
-        log = open_log(first)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    print(json.dumps(first), flush=True)
-    rows = []
-    for row in run(settings):
-        rows.append(row)
-        log.append([row])
-        print(json.dumps(row), flush=True)
-    print(table(rows))
+        return header(settings), run(settings)
+
+    print(table(record(argv, plan)))
 
 
 if __name__ == "__main__":

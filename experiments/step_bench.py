@@ -14,9 +14,7 @@ and the state, not those that the chunks add.
 """
 
 import dataclasses
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from experiments import metrics
-from experiments.commands import SIZE, Row, one_line, open_log, read_flags
+from experiments.commands import SIZE, Row, one_line, read_flags, record
 from experiments.errors import ConfigError
 from kda_jax.layers import MLAConfig
 from kda_jax.models import HybridConfig, HybridLM
@@ -191,18 +189,11 @@ def run(settings: Settings) -> Iterator[Row]:
 
 
 def main(argv: list[str]) -> None:
-    try:
-        if argv[1:]:
-            raise ConfigError(f"{argv[1]!r} is not a flag; see --help")
+    def plan() -> tuple[Row, Iterator[Row]]:
         settings = parse(SIZE.value, _ROWS.value, _MICRO_BATCHES.value)
-        first = header(settings)
-        log = open_log(first)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    print(json.dumps(first), flush=True)
-    for row in run(settings):
-        log.append([row])
-        print(json.dumps(row), flush=True)
+        return header(settings), run(settings)
+
+    record(argv, plan)
 
 
 if __name__ == "__main__":
