@@ -8,17 +8,21 @@ VALUES = 64  # values a warpgroup of the scan
 
 LEAST_PIECES = 8  # a split costs a second scan, with states of K more columns
 LEAST_CHUNKS = 32  # of a piece
+SCAN_BLOCKS = 64  # at most, of a scan that waits for `prepare` on the same chip
+OVERLAPPED_VALUES = 128  # at most: with more channels a block of `prepare` fills a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """warpgroups: of the scan's blocks, each with 64 values. stages: chunks a block of the scan holds in shared
-    memory. pieces: of a sequence, scanned side by side.
+    memory. pieces: of a sequence, scanned side by side. overlap: both stages in one kernel, where every row is one
+    sequence; warpgroups and stages do not matter then, and B HV V / 64 must be at most `SCAN_BLOCKS`.
     """
 
     warpgroups: int = 1
     stages: int = 3
     pieces: int = 1
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2):
@@ -27,12 +31,18 @@ class Config:
             raise ValueError(f"stages must be 2, or 3 with one warpgroup, got {self.stages}")
         if self.pieces < 1:
             raise ValueError(f"pieces must be at least 1, got {self.pieces}")
+        if self.overlap and self.pieces > 1:
+            raise ValueError(f"pieces must be 1 where the stages overlap, got {self.pieces}")
 
 
 def default_config(sequence_heads: int, value_channels: int, chunks: int) -> Config:
-    """For B x HV sequences of heads: as many blocks as fit the chip at once, and no more."""
+    """For B x HV sequences of heads: as many blocks as fit the chip at once, and no more; where they leave half of it
+    idle, `prepare` beside them.
+    """
     blocks = sequence_heads * (value_channels // VALUES)
     if blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0:
         return Config(warpgroups=2, stages=2)
     pieces = min(MULTIPROCESSORS // blocks, chunks // LEAST_CHUNKS)
-    return Config(pieces=pieces if pieces >= LEAST_PIECES else 1)
+    if pieces >= LEAST_PIECES:
+        return Config(pieces=pieces)
+    return Config(overlap=blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, Raw, make_prepare
+from pallas_kernels.overlapped import make_overlapped
+from pallas_kernels.prepare import CHUNK, Preparation, Raw, make_prepare
 from pallas_kernels.scan import make_scan
 
 ROWS = 8  # tokens in a group of shared memory's layout
@@ -44,9 +45,18 @@ def forward(
     B, padded = v.shape[:2]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
-    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, raw=raw, interpret=interpret)
     g = g if raw else g.astype(jnp.float32)
-    prepared = prepare(q, k, v, g, *(x.astype(jnp.float32) for x in (beta, *decay)))
+    arrays = (q, k, v, g, *(x.astype(jnp.float32) for x in (beta, *decay)))
+    if initial_state is not None:
+        initial_state = initial_state.astype(jnp.float32)
+    if config.overlap and sequences is None:
+        preparation = Preparation(q.shape, v.shape, v.dtype, bounded, raw=raw, emulated=interpret is not None)
+        has_state = initial_state is not None
+        run = make_overlapped(preparation, scale=scale, has_state=has_state, interpret=interpret)
+        o, final_state, *_ = run(*arrays, *([initial_state] if has_state else []))
+        return o[:, :T], final_state
+    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, raw=raw, interpret=interpret)
+    prepared = prepare(*arrays)
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
         has_state = state is not None
@@ -54,8 +64,6 @@ def forward(
         run = make_scan(spans.shape[0], v.shape, q.shape[3], v.dtype, **options)
         return run(spans, *prepared, *([state] if has_state else []))
 
-    if initial_state is not None:
-        initial_state = initial_state.astype(jnp.float32)
     pieces = config.pieces if sequences is None else 1
     spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
     if pieces > 1:

@@ -16,7 +16,7 @@ warp's rows, `within` gives the scores; between the four blocks the factor is (U
 between) (D_j of j's block), each at most 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,12 @@ f32, i32 = jnp.float32, jnp.int32
 # rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed
 # over the whole chunk. The first row is never read as one: it has dt_bias.
 BIAS, BEFORE, AFTER, WHOLE, TABLE = 0, 4, 8, 12, 16
+COMPILER_PARAMS = plgpu.CompilerParams(
+    unsafe_no_auto_barriers=True,
+    approx_math=True,
+    reduction_scratch_bytes=0,  # all sums stay within a warp
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
 
 
 def _load(ref: Any) -> jax.Array:
@@ -123,34 +129,66 @@ def _inverse_norms(ref: Any) -> jax.Array:
     return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))
 
 
-def make_prepare(
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    dtype: Any,
-    *,
-    bounded: bool,
-    inverse: bool = False,
-    raw: Raw | None = None,
-    interpret: Any = None,
-) -> Any:
-    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32) -> qU, kD, w
-    [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also X^T
-    [B HV, T', 64]; T' = 64 ceil(T / 64). With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32.
+class Preparation(NamedTuple):
+    """Of chunks of q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32. With `raw` two
+    more inputs, A_log [HV] and dt_bias [HV, K], both float32.
 
     bounded: every g >= -5.
     """
-    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
-    chunks = pl.cdiv(T, CHUNK)
-    emulated = interpret is not None
-    given = 0 if raw is None else 2  # parameters of the decay
 
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, *refs: Any) -> None:
-        parameters, (qU, kD, w, u, A, total, *more) = refs[:given], refs[given:]
-        XT, scratch = more[:inverse], more[inverse:]
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtype: Any
+    bounded: bool
+    inverse: bool = False
+    raw: Raw | None = None
+    emulated: bool = False
+
+    @property
+    def chunks(self) -> int:
+        return pl.cdiv(self.q_shape[1], CHUNK)
+
+    def results(self) -> list[jax.ShapeDtypeStruct]:
+        """Of qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with
+        `inverse` also X^T [B HV, T', 64]; T' = 64 ceil(T / 64).
+        """
+        (B, _, HV, V), K, padded = self.v_shape, self.q_shape[3], self.chunks * CHUNK
+
+        def shape(*s: int, dtype: Any = self.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((B * HV, *s), dtype)
+
+        columns = [K, K, K, V, CHUNK]
+        by_token = [shape(padded, c) for c in columns]
+        return by_token + [shape(self.chunks, K, dtype=f32)] + [shape(padded, CHUNK)] * self.inverse
+
+    def scratch(self) -> list[Any]:
+        """The shared memory and barriers of a block."""
+        K, V, dtype, raw = self.q_shape[3], self.v_shape[3], self.dtype, self.raw
+        return [
+            *[tile((CHUNK, K), dtype, GROUP)] * 3,
+            plgpu.RefUnion(
+                tile((CHUNK, K), f32 if raw is None else raw.gate, GROUP),
+                [tile((CHUNK, V), dtype, GROUP), plgpu.SMEM(EXCHANGE_SHAPE, i32)],
+            ),
+            *[tile((CHUNK, CHUNK), dtype, GROUP)] * 2,
+            plgpu.SMEM((TABLE, K), f32),
+            plgpu.RefUnion(plgpu.SMEM((2, CHUNK, GROUP), dtype), tile((CHUNK, CHUNK), dtype, GROUP)),
+            plgpu.Barrier(num_arrivals=3 + (raw is not None)),
+            plgpu.Barrier(),
+        ]
+
+    def run(self, place: tuple[Any, Any, Any], inputs: Sequence[Any], results: Sequence[Any], scratch: Any) -> None:
+        """One chunk, of place (chunk, value head, row of the batch), from and to global memory. The stores are on their
+        way at the end.
+        """
+        (_, T, H, _), HV = self.q_shape, self.v_shape[2]
+        dtype, bounded, raw, emulated = self.dtype, self.bounded, self.raw, self.emulated
+        n, h, b = place
+        q, k, v, g, beta, *parameters = inputs
+        qU, kD, w, u, A, total, *XT = results
         qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
         gs, (vs, exchange) = gs_vs
         operand, X_rest = operands
-        n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
         rows = pl.ds(n * CHUNK, CHUNK)
         head = b * HV + h
 
@@ -225,37 +263,35 @@ def make_prepare(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
         plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
+
+
+def make_prepare(
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    bounded: bool,
+    inverse: bool = False,
+    raw: Raw | None = None,
+    interpret: Any = None,
+) -> Any:
+    """The kernel of all chunks, from the inputs of `Preparation` to its results."""
+    preparation = Preparation(q_shape, v_shape, dtype, bounded, inverse, raw, emulated=interpret is not None)
+    results = preparation.results()
+    inputs = 5 if raw is None else 7
+
+    def kernel(*refs: Any) -> None:
+        n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
+        outputs = refs[inputs : inputs + len(results)]
+        preparation.run((n, h, b), refs[:inputs], outputs, refs[inputs + len(results) :])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    N, padded = B * HV, chunks * CHUNK
-
-    def shape(*s, dtype=dtype):
-        return jax.ShapeDtypeStruct((N, *s), dtype)
 
     return plgpu.kernel(
         kernel,
-        out_type=[shape(padded, K)] * 3
-        + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)]
-        + [shape(padded, CHUNK)] * inverse,
-        grid=(chunks, HV, B),
+        out_type=results,
+        grid=(preparation.chunks, v_shape[2], v_shape[0]),
         grid_names=("n", "h", "b"),
-        scratch_types=[
-            *[tile((CHUNK, K), dtype, GROUP)] * 3,
-            plgpu.RefUnion(
-                tile((CHUNK, K), f32 if raw is None else raw.gate, GROUP),
-                [tile((CHUNK, V), dtype, GROUP), plgpu.SMEM(EXCHANGE_SHAPE, i32)],
-            ),
-            *[tile((CHUNK, CHUNK), dtype, GROUP)] * 2,
-            plgpu.SMEM((TABLE, K), f32),
-            plgpu.RefUnion(plgpu.SMEM((2, CHUNK, GROUP), dtype), tile((CHUNK, CHUNK), dtype, GROUP)),
-            plgpu.Barrier(num_arrivals=3 + (given > 0)),
-            plgpu.Barrier(),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,
-            approx_math=True,
-            reduction_scratch_bytes=0,  # all sums stay within a warp
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        scratch_types=preparation.scratch(),
+        compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
-from pallas_kernels.config import Config
+from pallas_kernels.config import SCAN_BLOCKS, Config
 from pallas_kernels.decode import decode
-from pallas_kernels.prepare import Raw, make_prepare
+from pallas_kernels.overlapped import make_overlapped
+from pallas_kernels.prepare import Preparation, Raw, make_prepare
 from pallas_kernels.scan import make_scan
 
 Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
@@ -30,16 +31,21 @@ def cases() -> Iterator[Case]:
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
+        state = ((B, H, K, V), f32)
         for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
-            yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
             raw = Raw(Activation(-5.0 if bounded else None, True), dtype, T)
-            kernel = make_prepare(qk, v, dtype, bounded=bounded, raw=raw)
             gates = [(qk, dtype), ((B, T, H), f32), ((H,), f32), ((H, K), f32)]
-            yield f"prepare {label}" + " bounded" * bounded + " raw", kernel, [*inputs[:3], *gates]
+            for given, arrays in ((None, inputs), (raw, [*inputs[:3], *gates])):
+                name = label + " bounded" * bounded + " raw" * (given is not None)
+                yield f"prepare {name}", make_prepare(qk, v, dtype, bounded=bounded, raw=given), arrays
+                if H * V // 64 <= SCAN_BLOCKS:
+                    preparation = Preparation(qk, v, dtype, bounded, raw=given)
+                    overlapped = make_overlapped(preparation, scale=K**-0.5, has_state=True)
+                    yield f"overlapped {name}", overlapped, [*arrays, state]
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
-            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, ((B, H, K, V), f32)]
+            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, state]
         maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()

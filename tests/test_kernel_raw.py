@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
+from pallas_kernels.config import Config
 from pallas_kernels.vjp import kda_raw_mosaic
 
 NAMES = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
@@ -35,14 +36,17 @@ def cancelled(total, raw, lower_bound, **options):
     return np.sqrt((terms**2).sum() / (total**2).sum())
 
 
-@pytest.mark.parametrize(("lower_bound", "negative_eigenvalues"), [(None, True), (-5.0, False)])
-def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
+@pytest.mark.parametrize(
+    ("lower_bound", "negative_eigenvalues", "config"), [(None, True, Config()), (-5.0, False, Config(overlap=True))]
+)
+def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, config):
     arrays = draw(rng)
     do, dstate = rng.normal(size=(1, T, HV, V)), rng.normal(size=(1, HV, K, V))
 
     def run(*arrays):
         *inputs, A_log, dt_bias, state = arrays
-        options = {"negative_eigenvalues": negative_eigenvalues, "interpret": plgpu.InterpretGPUParams()}
+        options = {"negative_eigenvalues": negative_eigenvalues, "config": config}
+        options["interpret"] = plgpu.InterpretGPUParams()
         return kda_raw_mosaic(*inputs, Decay(A_log, dt_bias, lower_bound), scale=0.1, initial_state=state, **options)
 
     def step(*arrays):
