@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, make_prepare
+from pallas_kernels.inputs import CHUNK, Problem
+from pallas_kernels.prepare import make_prepare
 
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
@@ -48,8 +49,8 @@ def backward(
     do = whole(do.astype(v.dtype))
     initial = jnp.zeros((B, HV, K, V), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
 
-    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=g_min is not None, inverse=True, interpret=interpret)
-    prepared = prepare(q, k, v, g, beta)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None)
+    prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta)
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
     scan = make_backward_scan(v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
     S, dS, v_new, dv, dinitial = scan(*prepared, do, initial, dfinal.astype(jnp.float32) / scale)

@@ -31,9 +31,9 @@ from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.activation import LOG2E
+from pallas_kernels.inputs import CHUNK
 from pallas_kernels.levels import Factor
 from pallas_kernels.memory import tile
-from pallas_kernels.prepare import CHUNK
 from pallas_kernels.within import iota, zeros
 
 CHANNELS = rg.ROWS  # key channels of a kernel's block

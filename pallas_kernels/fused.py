@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels.blocks import ROWS, Prepared, bounce_types, carry, prepare_chunk, prepared_types
-from pallas_kernels.inputs import CHUNK, GROUP, Parameters, Raw, reader
+from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, reader
 from pallas_kernels.memory import tile
 from pallas_kernels.within import iota, zeros
 
@@ -24,34 +24,23 @@ PREPARE_REGISTERS, CARRY_REGISTERS = 216, 144  # of three warpgroups; two have r
 f32 = jnp.float32
 
 
-def make_fused(
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    dtype: Any,
-    *,
-    scale: float,
-    bounded: bool,
-    has_state: bool = False,
-    raw: Raw | None = None,
-    interpret: Any = None,
-) -> Any:
-    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32, with `raw` also
-    A_log [HV] and dt_bias [HV, K] float32, with `has_state` a state [B, HV, K, V] float32) -> o [B, T, HV, V], final
+def make_fused(problem: Problem, *, scale: float, has_state: bool = False, interpret: Any = None) -> Any:
+    """The kernel (the inputs of the problem, state [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final
     state [B, HV, K, V] float32.
 
-    V must be 64 or 128. bounded: every g >= -5.
+    Raises:
+      ValueError: V is not 64 or 128.
     """
-    if v_shape[3] not in (ROWS, 2 * ROWS):
-        raise ValueError(f"one kernel takes {ROWS} or {2 * ROWS} value channels, got {v_shape[3]}")
-    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
-    chunks = pl.cdiv(T, CHUNK)
+    (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
+    if V not in (ROWS, 2 * ROWS):
+        raise ValueError(f"the fused kernel takes {ROWS} or {2 * ROWS} value channels, got {V}")
+    chunks = problem.chunks
     warpgroups = V // ROWS  # that carry the state
     emulated = interpret is not None
-    given = 0 if raw is None else 2  # parameters of the decay
 
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, *refs: Any) -> None:
-        decay, (initial_state,) = refs[:given], refs[given : given + 1] if has_state else (None,)
-        o, final_state, *scratch = refs[given + has_state :]
+    def kernel(*refs: Any) -> None:
+        (q, k, v, g, beta, *decay), refs = refs[: problem.arrays], refs[problem.arrays :]
+        initial_state, (o, final_state, *scratch) = refs[:has_state], refs[has_state:]
         qs, ks, gs, vs, os, bias, kq, kD, A, X, total, *barriers = scratch
         bias_loaded, loaded, v_loaded, full, free, *bounce = barriers
         wg, b, h = (lax.axis_index(name) for name in ("wg", "b", "h"))
@@ -98,8 +87,11 @@ def make_fused(
                         memory.store_alternating(chunk.kq.at[:, cs], x, i, interpret=emulated)
 
                 read = reader(qs, ks, gs, n * CHUNK, raw, parameters)
-                fetch_next = pl.when(n + 1 < chunks)
-                prepare_chunk(read, strength, bounded, chunk, store, lambda: fetch_next(lambda: fetch(n + 1)), emulated)
+
+                def fetch_next() -> None:
+                    pl.when(n + 1 < chunks)(lambda: fetch(n + 1))
+
+                prepare_chunk(read, strength, problem.bounded, chunk, store, fetch_next, emulated)
                 plgpu.barrier_arrive(full.at[s])
 
             lax.fori_loop(0, chunks, step, None)
@@ -125,21 +117,21 @@ def make_fused(
 
             S = zeros(K)
             if has_state:
-                S = memory.load_transposed(initial_state.at[b, h, :, own_values], interpret=emulated)
+                S = memory.load_transposed(initial_state[0].at[b, h, :, own_values], interpret=emulated)
             S = lax.fori_loop(0, chunks, step, S)
             memory.store_transposed(final_state.at[b, h, :, own_values], S, interpret=emulated)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct(v_shape, dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],
+        out_type=[jax.ShapeDtypeStruct(problem.v_shape, dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],
         grid=(HV, B),
         grid_names=("h", "b"),
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types=[
             *[tile((CHUNK, K), dtype, GROUP)] * 2,
-            tile((CHUNK, K), f32 if raw is None else raw.gate, GROUP),
+            tile((CHUNK, K), problem.gate, GROUP),
             tile((STAGES, warpgroups, CHUNK, ROWS), dtype, 64),
             tile((warpgroups, CHUNK, ROWS), dtype, 64),
             plgpu.SMEM((K,), f32),
@@ -151,11 +143,6 @@ def make_fused(
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
             *(bounce_types(K, dtype, warpgroups) if emulated else []),
         ],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,
-            approx_math=True,
-            reduction_scratch_bytes=0,  # all sums stay within a warp
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -16,6 +16,12 @@ from pallas_kernels.within import iota, zeros
 CHUNK = rg.ROWS
 GROUP = 32  # channels a pass over the scores: what the registers hold
 f32 = jnp.float32
+COMPILER_PARAMS = plgpu.CompilerParams(
+    unsafe_no_auto_barriers=True,
+    approx_math=True,
+    reduction_scratch_bytes=0,  # all sums stay within a warp
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
 
 
 class Raw(NamedTuple):
@@ -24,6 +30,32 @@ class Raw(NamedTuple):
     activation: Activation
     gate: Any  # the dtype of g_raw
     tokens: int
+
+
+class Problem(NamedTuple):
+    """What a forward kernel is made for: q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV]
+    float32. With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32. bounded: every g >= -5.
+    """
+
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtype: Any
+    bounded: bool
+    raw: Raw | None = None
+
+    @property
+    def chunks(self) -> int:
+        return pl.cdiv(self.q_shape[1], CHUNK)
+
+    @property
+    def gate(self) -> Any:
+        """The dtype of g."""
+        return f32 if self.raw is None else self.raw.gate
+
+    @property
+    def arrays(self) -> int:
+        """How many inputs there are."""
+        return 5 if self.raw is None else 7
 
 
 class Parameters(NamedTuple):

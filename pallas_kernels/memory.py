@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, memref, nvvm, vector
 
 from pallas_kernels import registers as rg
 from pallas_kernels.registers import LAYOUT
@@ -118,6 +118,16 @@ def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
         return rg.from_elements([[[value] * 2 for value in values]] * (columns // 8))
 
     return piece(ref, index)
+
+
+def fence_copies() -> None:
+    """What other blocks wrote to global memory, and this one has seen, is seen by its copies too."""
+
+    @plgpu.inline_mgpu()
+    def piece(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_)
+
+    piece()
 
 
 def store_rows(ref: Any, x: jax.Array, *, interpret: bool) -> None:

@@ -13,7 +13,8 @@ A span acts on the state before it as an affine map, S -> M S + N; the same loop
 from zero and M, with u = 0, as the state from the identity.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,100 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.config import Config
+from pallas_kernels.inputs import CHUNK
 from pallas_kernels.memory import tile
-from pallas_kernels.prepare import CHUNK
 from pallas_kernels.within import iota, zeros
 
 ROWS = rg.ROWS  # values a warpgroup
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
+
+
+class Operands(NamedTuple):
+    """Of a chunk and a warpgroup's values, in shared memory."""
+
+    w: Any  # [64, K]
+    qU: Any
+    kD: Any
+    u: Any  # [64, ROWS]
+    A: Any  # [64, 64]
+    total: Any  # [K] float32
+
+
+class Recurrence(NamedTuple):
+    """One chunk after the other, by one warpgroup. bounce: the interpreter's buffers [ROWS, 64] and [ROWS, K]."""
+
+    dtype: Any
+    scale: float
+    outputs: bool = True
+    bounce: tuple[Any, ...] = ()
+
+    def multiply(self, total: Any, a: jax.Array, b: Any) -> None:
+        """total += a b, a in registers."""
+        if not self.bounce:
+            plgpu.wgmma(total, a, b)
+            return
+        buffer = next(x for x in self.bounce if x.shape[1] == a.shape[1])  # the interpreter knows no register operand
+        buffer[...] = a
+        plgpu.commit_smem()
+        plgpu.wgmma(total, buffer, b)
+        plgpu.wgmma_wait(0)
+
+    def step(
+        self,
+        S: jax.Array,
+        chunk: Operands,
+        values: Callable[[], jax.Array],
+        meanwhile: Callable[[], None] = lambda: None,
+        behind: Callable[[], None] = lambda: None,
+    ) -> tuple[jax.Array, ...]:
+        """S^T [ROWS, K] behind the chunk and, with `outputs`, its o^T [ROWS, 64].
+
+        w, qU and total must have arrived; values: waits for the others and gives u^T. meanwhile: done during the first
+        products; behind: during the last, when w, u and total are free once all warps are there.
+        """
+        K = S.shape[1]
+        decay = plgpu.load(chunk.total, layout=rg.LAYOUT.reduce(0), optimized=False)
+        # both before the first product: ptxas waits for all products before it touches what one of them has written
+        state, decayed = S.astype(self.dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+
+        def products(corrections: Any, update: Any, *results: Any) -> tuple[jax.Array, ...]:
+            self.multiply(corrections, state, chunk.w.T)
+            for result in results:
+                self.multiply(result, state, chunk.qU.T)
+                meanwhile()
+            v = values()
+            v = (v - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))).astype(self.dtype)
+            # the next state first: the next chunk waits for it
+            if not self.bounce:  # the interpreter cannot start from a value
+                update[...] = decayed
+            self.multiply(update, v, chunk.kD)
+            for result in results:
+                self.multiply(result, v, chunk.A.T)
+            behind()
+            S_next = plgpu.wgmma_accumulator_load(update, wait_n=len(results))
+            outputs = [(result[...] * self.scale).astype(self.dtype) for result in results]
+            return decayed + S_next if self.bounce else S_next, *outputs
+
+        accumulators = [plgpu.ACC((ROWS, columns), f32) for columns in (CHUNK, K, *[CHUNK] * self.outputs)]
+        return pl.run_scoped(products, *accumulators)
+
+    def empty(self) -> jax.Array:
+        """What stands for the outputs before the first chunk's."""
+        return plgpu.layout_cast(jnp.zeros((ROWS, CHUNK), self.dtype), rg.LAYOUT)
+
+
+def bounce_types(columns: Iterable[int], dtype: Any, *leading: int) -> list[Any]:
+    """Of the buffers that the interpreter needs."""
+    return [tile((*leading, ROWS, c), dtype, 64) for c in sorted(set(columns))]
+
+
+def store(out: jax.Array, staging: Any, target: Any) -> None:
+    """target [64, ROWS] in global memory = out^T, by way of `staging` in shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging.T[...] = out
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, target)
 
 
 def make_scan(
@@ -71,60 +159,27 @@ def make_scan(
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
 
-        def multiply(total: Any, a: jax.Array, b: Any) -> None:
-            """total += a b, a in registers."""
-            if not emulated:
-                plgpu.wgmma(total, a, b)
-                return
-            buffer = next(x for x in bounce if x.shape[2] == a.shape[1]).at[
-                wg
-            ]  # the interpreter knows no register operand
-            buffer[...] = a
-            plgpu.commit_smem()
-            plgpu.wgmma(total, buffer, b)
-            plgpu.wgmma_wait(0)
+        recurrence = Recurrence(dtype, scale, outputs, tuple(x.at[wg] for x in bounce))
 
-        def store(out: jax.Array, n: jax.Array) -> None:
+        def put(out: jax.Array, n: jax.Array) -> None:
             """The outputs of chunk n of the span; before the first out of bounds, where no other span's are: a branch
             would cost the overlap.
             """
             rows = pl.ds(jnp.where(n < 0, chunks + span, first_chunk + n) * CHUNK, CHUNK)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            os.at[wg].T[...] = out
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(os.at[wg], o[0].at[b, rows, h, own_values])
+            store(out, os.at[wg], o[0].at[b, rows, h, own_values])
 
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             S, previous, s = carry
             plgpu.barrier_wait(full.at[s])
-            decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
-            # both before the first product: ptxas waits for all products before it touches what one of them has written
-            state, decayed = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+            chunk = Operands(ws.at[s], qs.at[s], ks.at[s], us.at[s, wg], As.at[s], totals.at[s])
 
-            def products(corrections: Any, update: Any, *results: Any) -> tuple[jax.Array, jax.Array]:
-                multiply(corrections, state, ws.at[s].T)
-                for result in results:
-                    multiply(result, state, qs.at[s].T)
-                    store(previous, n - 1)
-                values = plgpu.load(us.at[s, wg].T, layout=rg.LAYOUT).astype(f32)
-                if not outputs:
-                    values = jnp.where(first_value < V, values, jnp.zeros_like(values))
-                values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))).astype(dtype)
-                # the next state first: the next chunk waits for it
-                if not emulated:  # the interpreter cannot start from a value
-                    update[...] = decayed
-                multiply(update, values, ks.at[s])
-                for result in results:
-                    multiply(result, values, As.at[s].T)
-                S_next = plgpu.wgmma_accumulator_load(update, wait_n=len(results))
-                out = (results[0][...] * scale).astype(dtype) if results else previous
-                return decayed + S_next if emulated else S_next, out
+            def values() -> jax.Array:
+                u = plgpu.load(chunk.u.T, layout=rg.LAYOUT).astype(f32)
+                return u if outputs else jnp.where(first_value < V, u, jnp.zeros_like(u))
 
-            S, out = pl.run_scoped(
-                products, *(plgpu.ACC((ROWS, columns), f32) for columns in (CHUNK, K, *[CHUNK] * outputs))
-            )
+            S, *out = recurrence.step(S, chunk, values, meanwhile=lambda: put(previous, n - 1))
             plgpu.barrier_arrive(free.at[s])
-            return S, out, jnp.where(s == stages - 1, 0, s + 1)
+            return S, out[0] if outputs else previous, jnp.where(s == stages - 1, 0, s + 1)
 
         @pl.when(wg == warpgroups)
         def produce() -> None:
@@ -164,10 +219,9 @@ def make_scan(
                 if not outputs:  # the identity's columns behind those of the values
                     own = iota(0, K) + (first_value + wg * ROWS - V)
                     S = jnp.where(own == iota(1, K), S + 1, S)
-            empty = plgpu.layout_cast(jnp.zeros((ROWS, CHUNK), dtype), rg.LAYOUT)
-            S, out, _ = lax.fori_loop(0, length, step, (S, empty, jnp.int32(0)))
+            S, out, _ = lax.fori_loop(0, length, step, (S, recurrence.empty(), jnp.int32(0)))
             if outputs:
-                store(out, length - 1)
+                put(out, length - 1)
             memory.store_transposed(final_state.at[span, h, :, own_values], S, interpret=emulated)
             plgpu.wait_smem_to_gmem(0)
 
@@ -178,7 +232,7 @@ def make_scan(
     scratch += [plgpu.Barrier(num_arrivals=3 + 2 * outputs + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
-        scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in {CHUNK, K}]
+        scratch += bounce_types((CHUNK, K), dtype, warpgroups)
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(o_shape, dtype)] * outputs

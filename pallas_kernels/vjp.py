@@ -15,8 +15,8 @@ from pallas_kernels.activation import Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
+from pallas_kernels.inputs import CHUNK
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
-from pallas_kernels.prepare import CHUNK
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
 RESET = -1e4  # a log decay that leaves exactly nothing

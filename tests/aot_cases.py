@@ -14,7 +14,8 @@ from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode
 from pallas_kernels.fused import make_fused
-from pallas_kernels.inputs import Raw
+from pallas_kernels.inputs import Problem, Raw
+from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
@@ -32,21 +33,22 @@ def cases() -> Iterator[Case]:
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
+        state = ((B, H, K, V), f32)
         for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
-            yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
             raw = Raw(Activation(-5.0 if bounded else None, True), dtype, T)
             gates = [(qk, dtype), ((B, T, H), f32), ((H,), f32), ((H, K), f32)]
-            kernels = {"prepare": make_prepare(qk, v, dtype, bounded=bounded, raw=raw)}
-            if V <= 128:
-                kernels["fused"] = make_fused(qk, v, dtype, scale=1.0, bounded=bounded, raw=raw)
-                fused = make_fused(qk, v, dtype, scale=1.0, bounded=bounded, has_state=True)
-                yield f"fused {label}" + " bounded" * bounded, fused, [*inputs, ((B, H, K, V), f32)]
-            for name, kernel in kernels.items():
-                yield f"{name} {label}" + " bounded" * bounded + " raw", kernel, [*inputs[:3], *gates]
+            for given, arrays in ((None, inputs), (raw, [*inputs[:3], *gates])):
+                name = label + " bounded" * bounded + " raw" * (given is not None)
+                problem = Problem(qk, v, dtype, bounded, given)
+                yield f"prepare {name}", make_prepare(problem), arrays
+                if V <= 128:
+                    options = {"scale": K**-0.5, "has_state": True}
+                    yield f"overlapped {name}", make_overlapped(problem, **options), [*arrays, state]
+                    yield f"fused {name}", make_fused(problem, **options), [*arrays, state]
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
-            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, ((B, H, K, V), f32)]
+            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, state]
         maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()
@@ -59,7 +61,7 @@ def backward_cases() -> Iterator[Case]:
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
-        yield f"prepare and inverse {label}", make_prepare(qk, v, dtype, bounded=False, inverse=True), inputs
+        yield f"prepare and inverse {label}", make_prepare(Problem(qk, v, dtype, False), inverse=True), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
         prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
         for warpgroups in (1, 2)[: V // 64]:

@@ -24,7 +24,8 @@ DECAYS = {
 
 @functools.cache
 def kernels(config, g_min=None):
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    # of the hand-over between blocks, which overlapping stages need, the interpreter knows nothing
+    interpret = plgpu.InterpretGPUParams(detect_races=config.route != "overlapped")
     return jax.jit(
         lambda *x: forward(x[:5], *x[5:], scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret)
     )
@@ -60,6 +61,20 @@ def test_two_warpgroups_and_more_chunks_than_stages(rng):
     check(inputs(rng, "slow", T=200, H=1, HV=1, K=64, V=128), Config(warpgroups=2, stages=2))
 
 
+@pytest.mark.parametrize(("decay", "K", "V", "g_min"), [("mixed", 64, 64, None), ("saturated", 64, 128, -5.0)])
+def test_overlapping_stages(rng, monkeypatch, decay, K, V, g_min):
+    """More chunks than places for their operands, and a ragged end."""
+    monkeypatch.delattr("pallas_kernels.forward.make_prepare")  # both stages are one kernel
+    check(inputs(rng, decay, T=230, H=1, HV=2, K=K, V=V), Config(route="overlapped"), g_min)
+
+
+def test_too_many_heads_cannot_overlap():
+    arrays = [jax.ShapeDtypeStruct((1, 64, 33, 128), jnp.bfloat16)] * 4
+    run = functools.partial(forward, scale=1.0, g_min=None, config=Config(route="overlapped"))
+    with pytest.raises(ValueError, match="at most 64 for the stages to overlap, got 66"):
+        jax.eval_shape(lambda *x: run(x, None), *arrays, jax.ShapeDtypeStruct((1, 64, 33), jnp.float32))
+
+
 @pytest.mark.parametrize("decay", ["slow", "mixed"])
 def test_a_sequence_in_pieces(rng, decay):
     """Of two, two and no chunks; a state that hardly fades must pass through all of them."""
@@ -69,11 +84,11 @@ def test_a_sequence_in_pieces(rng, decay):
 @pytest.mark.parametrize(("decay", "g_min"), [("slow", None), ("mixed", None), ("slow", -5.0), ("saturated", -5.0)])
 def test_one_kernel(rng, decay, g_min):
     """More chunks than stages, a ragged end, two warpgroups that scan."""
-    check(inputs(rng, decay, T=200, H=1, HV=2, K=64, V=128), Config(fused=True), g_min)
+    check(inputs(rng, decay, T=200, H=1, HV=2, K=64, V=128), Config(route="fused"), g_min)
 
 
 def test_one_kernel_with_one_warpgroup_that_scans(rng):
-    check(inputs(rng, "slow", T=40, H=1, HV=2, K=128, V=64), Config(fused=True))
+    check(inputs(rng, "slow", T=40, H=1, HV=2, K=128, V=64), Config(route="fused"))
 
 
 def test_float16_through_the_public_function(rng):
@@ -120,12 +135,14 @@ def test_supported_inputs_have_none_but_the_device():
 
 
 def test_config_checks_itself():
-    for bad in ({"warpgroups": 3}, {"stages": 1}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}):
+    invalid = {"warpgroups": 3}, {"stages": 1}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}
+    for bad in (*invalid, {"pieces": 2, "route": "fused"}, {"route": "both"}):
         with pytest.raises(ValueError, match="must be"):
             Config(**bad)
-    assert default_config(32, 128, 1024) == Config(warpgroups=1, stages=3)
-    assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2, fused=True)
-    assert default_config(256, 64, 64) == Config(fused=True)
+    assert default_config(32, 128, 1024) == default_config(4, 128, 128) == Config(route="overlapped")
+    assert default_config(33, 128, 1024) == default_config(16, 256, 128) == Config(warpgroups=1, stages=3)
+    assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2, route="fused")
+    assert default_config(256, 64, 64) == Config(route="fused")
     assert default_config(96, 256, 64) == default_config(140, 128, 64) == Config(warpgroups=2, stages=2)
     assert default_config(4, 128, 1024).pieces == 16
     assert default_config(4, 128, 128).pieces == default_config(16, 128, 1024).pieces == 1

@@ -22,19 +22,19 @@ def test_lowers_for_hopper(name, function, shapes):
     assert "mosaic_gpu" in lower_shapes(function, shapes)
 
 
+@pytest.mark.parametrize(("route", "kernels"), [("apart", 2), ("overlapped", 1), ("fused", 1)])
 @pytest.mark.parametrize("T", [1, 7, 20, 300, 1000])
-def test_lowers_at_any_length(T):
+def test_lowers_at_any_length(T, route, kernels):
     """The copies move rows in groups of eight: a length that is no multiple of that once did not lower."""
     qk, v = ((2, T, 2, 128), jnp.bfloat16), ((2, T, 4, 128), jnp.bfloat16)
     shapes = [qk, qk, v, ((2, T, 4, 128), jnp.float32), ((2, T, 4), jnp.float32), ((2, 4, 128, 128), jnp.float32)]
-    for config, kernels in ((Config(), 2), (Config(fused=True), 1)):
-        run = functools.partial(lambda config, *x: forward(x[:5], x[5], scale=1.0, g_min=None, config=config), config)
-        assert lower_shapes(run, shapes).count("custom_call @mosaic_gpu") == kernels
+    function = functools.partial(forward, scale=1.0, g_min=None, config=Config(route=route))
+    assert lower_shapes(lambda *x: function(x[:5], x[5]), shapes).count("custom_call @mosaic_gpu") == kernels
 
 
-@pytest.mark.parametrize(("heads", "kernels"), [(2, 3), (64, 2), (96, 1)])
+@pytest.mark.parametrize(("heads", "kernels"), [(2, 3), (64, 1), (66, 2), (96, 1)])
 def test_the_public_function_lowers_partitioned(heads, kernels):
-    """In pieces, whole, and in one kernel; the interpreter's tests pass the partitioning by."""
+    """In pieces, overlapped, apart and fused; the interpreter's tests pass the partitioning by."""
     T = 32768
     qk, gate = ((1, T, heads, 64), jnp.bfloat16), ((1, T, heads, 64), jnp.float32)
     shapes = [qk, qk, qk, gate, (gate[0][:3], jnp.float32), ((1, heads, 64, 64), jnp.float32)]

@@ -36,14 +36,18 @@ def cancelled(total, raw, lower_bound, **options):
     return np.sqrt((terms**2).sum() / (total**2).sum())
 
 
-@pytest.mark.parametrize(("lower_bound", "negative_eigenvalues"), [(None, True), (-5.0, False)])
-def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
+@pytest.mark.parametrize(
+    ("lower_bound", "negative_eigenvalues", "config"),
+    [(None, True, Config()), (-5.0, False, Config(route="overlapped"))],
+)
+def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, config):
     arrays = draw(rng)
     do, dstate = rng.normal(size=(1, T, HV, V)), rng.normal(size=(1, HV, K, V))
 
     def run(*arrays):
         *inputs, A_log, dt_bias, state = arrays
-        options = {"negative_eigenvalues": negative_eigenvalues, "interpret": plgpu.InterpretGPUParams()}
+        options = {"negative_eigenvalues": negative_eigenvalues, "config": config}
+        options["interpret"] = plgpu.InterpretGPUParams()
         return kda_raw_mosaic(*inputs, Decay(A_log, dt_bias, lower_bound), scale=0.1, initial_state=state, **options)
 
     def step(*arrays):
@@ -66,7 +70,7 @@ def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_one_kernel(rng, lower_bound):
     *inputs, A_log, dt_bias, _ = draw(rng)
-    options = {"config": Config(fused=True), "interpret": plgpu.InterpretGPUParams()}
+    options = {"config": Config(route="fused"), "interpret": plgpu.InterpretGPUParams()}
     run = jax.jit(lambda *x: kda_raw_mosaic(*x, Decay(A_log, dt_bias, lower_bound), scale=0.1, **options))
     raw = [np.asarray(x.astype(jnp.float32)) for x in (*inputs, A_log, dt_bias)]
     want = reference.kda_raw(*raw, lower_bound=lower_bound, scale=0.1)

@@ -18,7 +18,7 @@ from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
 from kda_jax.ops.prepare import select_valid
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
-from pallas_kernels.prepare import CHUNK
+from pallas_kernels.inputs import CHUNK
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 8, 16
 SCALE = K**-0.5
