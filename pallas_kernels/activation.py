@@ -24,9 +24,29 @@ class Activation(NamedTuple):
             return jnp.exp2(softplus * (speed * -LOG2E))
         return jnp.exp2(sigmoid(x * speed) * (self.lower_bound * LOG2E))
 
+    def decay_gradients(self, x: jax.Array, speed: jax.Array, dg: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What a gradient of g gives for x and for A_log."""
+        if self.lower_bound is None:
+            grown = jnp.exp2(jnp.minimum(x, LARGE) * LOG2E)
+            softplus, slope = jnp.maximum(jnp.log(1 + grown), x), grown / (1 + grown)
+            dg = dg * -speed
+            return dg * slope, dg * softplus
+        away = jnp.exp2(jnp.minimum(x * -speed, LARGE) * LOG2E)  # e^-z; sigmoid'(z) = e^-z sigmoid(z)^2 cancels nothing
+        s = 1 / (1 + away)
+        dx = dg * (away * s * s * (speed * self.lower_bound))
+        return dx, dx * x
+
     def strength(self, x: jax.Array) -> jax.Array:
         """beta of beta_raw."""
-        return sigmoid(x) * (2.0 if self.negative_eigenvalues else 1.0)
+        return sigmoid(x) * self.strongest
+
+    def strength_gradient(self, strength: jax.Array, dbeta: jax.Array) -> jax.Array:
+        """What a gradient of beta gives for beta_raw."""
+        return dbeta * (strength * (1 - strength * (1 / self.strongest)))
+
+    @property
+    def strongest(self) -> float:
+        return 2.0 if self.negative_eigenvalues else 1.0
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

@@ -135,7 +135,8 @@ def make_prepare(
 ) -> Any:
     """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32) -> qU, kD, w
     [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also X^T
-    [B HV, T', 64]; T' = 64 ceil(T / 64). With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32.
+    [B HV, T', 64]; T' = 64 ceil(T / 64). With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32; with
+    both one more output, the inverse norms of q and k, [B HV, 2, T'] float32.
 
     bounded: every g >= -5.
     """
@@ -143,10 +144,11 @@ def make_prepare(
     chunks = pl.cdiv(T, CHUNK)
     emulated = interpret is not None
     given = 0 if raw is None else 2  # parameters of the decay
+    has_norms = inverse and raw is not None
 
     def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, *refs: Any) -> None:
         parameters, (qU, kD, w, u, A, total, *more) = refs[:given], refs[given:]
-        XT, scratch = more[:inverse], more[inverse:]
+        XT, norms_out, scratch = more[:inverse], more[inverse : inverse + has_norms], more[inverse + has_norms :]
         qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
         gs, (vs, exchange) = gs_vs
         operand, X_rest = operands
@@ -175,6 +177,9 @@ def make_prepare(
         else:
             beta_rows = raw.activation.strength(beta_rows)
             speed, norms = jnp.exp(parameters[0][h]), (_inverse_norms(qs), _inverse_norms(ks))
+            for target in norms_out:
+                for i, norm in enumerate(norms):
+                    memory.store_rows(target.at[head, i, rows], norm, interpret=emulated)
 
             def read(cs: Any) -> tuple[jax.Array, ...]:
                 bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
@@ -236,7 +241,8 @@ def make_prepare(
         kernel,
         out_type=[shape(padded, K)] * 3
         + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)]
-        + [shape(padded, CHUNK)] * inverse,
+        + [shape(padded, CHUNK)] * inverse
+        + [shape(2, padded, dtype=f32)] * has_norms,
         grid=(chunks, HV, B),
         grid_names=("n", "h", "b"),
         scratch_types=[
