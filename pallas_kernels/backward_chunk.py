@@ -22,7 +22,6 @@ Raw inputs are normalised and activated on the way, and the gradients are theirs
 cluster and exchange their parts.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -187,8 +186,8 @@ def make_backward_chunk(
             dq, dk, dg, dbeta, *scratch = refs
         else:
             A_log, dt_bias, norms, dq, dk, dg, dbeta, dA_log, ddt_bias, exchange, *scratch = refs
-        qs, ks, (values, gradients), Ss, dSs, pairs, for_scores, for_keys, for_states, *barriers = scratch
-        X, Y = pairs[-1]
+        qs, ks, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
+        for_gate, met = more[: len(gates)], more[len(gates) :]
         dos, vs, dvs = (values.at[i] for i in range(3))
         n, b, h, part = (lax.axis_index(name) for name in ("n", "b", "h", "part"))
         rows, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
@@ -199,28 +198,33 @@ def make_backward_chunk(
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
         for source, target in ((S, Ss), (dS, dSs)):
             plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
+
+        def load_gate() -> None:
+            if gate != f32:
+                plgpu.copy_gmem_to_smem(g.at[b, rows, h, channels], *gates, *for_gate)
+
+        def log_decay() -> jax.Array:
+            """g, or g_raw + dt_bias."""
+            if gate == f32:
+                x = memory.load_transposed(g.at[b, rows, h, channels], **kw)
+            else:
+                plgpu.barrier_wait(*for_gate)
+                x = plgpu.load(gates[0].T, layout=rg.LAYOUT).astype(f32)
+            return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
+
+        load_gate()
         if raw is None:
-            e = jnp.exp2(memory.load_transposed(g.at[b, rows, h, channels], **kw) * LOG2E)
+            e = jnp.exp2(log_decay() * LOG2E)
         else:
-            gate, (for_gate, met) = pairs[0], barriers
-            load_gate = functools.partial(plgpu.copy_gmem_to_smem, g.at[b, rows, h, channels], gate, for_gate)
-            load_gate()
             speed, inside = jnp.exp(A_log[h]), iota(1, CHUNK) + n * CHUNK < raw.tokens
-
-            def shifted() -> jax.Array:
-                """g_raw + dt_bias."""
-                plgpu.barrier_wait(for_gate)
-                bias = memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
-                return plgpu.load(gate.T, layout=rg.LAYOUT).astype(f32) + bias
-
-            e = raw.activation.decay(shifted(), speed)
+            e = raw.activation.decay(log_decay(), speed)
             if raw.tokens % CHUNK:
                 e = jnp.where(inside, e, jnp.ones_like(e))
             plgpu.commit_smem()  # X takes the place of g
             plgpu.barrier_wait(for_keys)
             for i, x in enumerate((qs, ks)):
                 norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
-                x[...] = (plgpu.load(x, layout=rg.LAYOUT).astype(f32) * norm).astype(dtype)
+                x[...] = (_wide(x) * norm).astype(dtype)
 
         # 1. gradients of the scores, symmetric, and of beta
         plgpu.barrier_wait(for_scores)
@@ -297,7 +301,7 @@ def make_backward_chunk(
                 memory.store_rows(exchange.at[i, head, part, rows], inner, **kw)
             memory.fence(**kw)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(met)
+            plgpu.barrier_arrive(*met)
 
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
@@ -315,14 +319,17 @@ def make_backward_chunk(
             return
 
         # 4. raw inputs
-        dx, dspeed = raw.activation.decay_gradients(shifted(), speed, dg_chunk)
+        dx, dspeed = raw.activation.decay_gradients(log_decay(), speed, dg_chunk)
         if raw.tokens % CHUNK:
             dx, dspeed = (jnp.where(inside, x, jnp.zeros_like(x)) for x in (dx, dspeed))
         for target, x in ((dA_log, dspeed), (ddt_bias, dx)):
             total = lax.broadcast_in_dim(jnp.sum(x, 1), (CHANNELS, 8), (0,))
             memory.store_rows(target.at[b, n, h, channels], total, **kw)
-        gate.T[...] = dx.astype(gate.dtype)
-        plgpu.barrier_wait(met)
+        if gate == f32:
+            memory.store_transposed(dg.at[b, rows, h, channels], dx, **kw)
+        for target in gates:
+            target.T[...] = dx.astype(gate)
+        plgpu.barrier_wait(*met)
         memory.fence(**kw)
         for i, (y, dy) in enumerate(zip((qs, ks), results, strict=True)):
             inner = sum(
@@ -331,10 +338,12 @@ def make_backward_chunk(
             norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
             dy[...] = (norm * (_wide(dy) - _wide(y) * inner)).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(gate, dg.at[b, rows, h, channels])
+        for source in gates:
+            plgpu.copy_smem_to_gmem(source, dg.at[b, rows, h, channels])
         store_keys()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    gate = jnp.dtype(f32 if raw is None else raw.gate)
     partial = jax.ShapeDtypeStruct((B, T // CHUNK, HV, K), f32)
     grid: dict[str, Any] = {"grid": (T // CHUNK, B, HV, parts), "grid_names": ("n", "b", "h", "part")}
     if raw is not None:
@@ -343,7 +352,7 @@ def make_backward_chunk(
         kernel,
         out_type=[
             *[jax.ShapeDtypeStruct((B, T, HV, K), dtype)] * 2,
-            jax.ShapeDtypeStruct((B, T, HV, K), f32 if raw is None else raw.gate),
+            jax.ShapeDtypeStruct((B, T, HV, K), gate),
             jax.ShapeDtypeStruct((B, T, HV), f32),
             *[partial] * (0 if raw is None else 2),
             *[jax.ShapeDtypeStruct((2, B * HV, parts, T), f32)] * (raw is not None),
@@ -354,12 +363,13 @@ def make_backward_chunk(
             plgpu.RefUnion(tile((3, CHUNK, V), dtype, 64), tile((2, CHUNK, CHANNELS), dtype, CHANNELS)),
             *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
             plgpu.RefUnion(
-                *([] if raw is None else [tile((CHUNK, CHANNELS), raw.gate, CHANNELS)]),
+                *[tile((CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
                 [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
             ),
             plgpu.Barrier(num_arrivals=3),
             *[plgpu.Barrier(num_arrivals=2)] * 2,
-            *([] if raw is None else [plgpu.Barrier(), plgpu.ClusterBarrier(collective_axes=("part",))]),
+            *[plgpu.Barrier()] * (gate != f32),
+            *[plgpu.ClusterBarrier(collective_axes=("part",))] * (raw is not None),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,

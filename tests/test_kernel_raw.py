@@ -12,14 +12,15 @@ from kda_jax import Decay
 from pallas_kernels.vjp import kda_raw_mosaic
 
 NAMES = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
-T, H, HV, K, V = 70, 1, 2, 64, 64  # the tokens behind the end must not decay the state
+T, H, HV, V = 70, 1, 2, 64  # the tokens behind the end must not decay the state
 
 
-def draw(rng):
-    """q and k of any length, gates in bfloat16 as a layer projects them, different parameters a head."""
+def draw(rng, K, gate):
+    """q and k of any length, gates in bfloat16 as a layer projects them or in float32, different parameters a head."""
     half = [rng.normal(size=(1, T, *s)) * 3 for s in ((H, K), (H, K), (HV, V), (HV, K), (HV,))]
     full = [np.array([-1.0, 2.0]), rng.normal(size=(HV, K)), rng.normal(size=(1, HV, K, V)) / 3]
-    return [jnp.asarray(x, jnp.bfloat16) for x in half] + [jnp.asarray(x, jnp.float32) for x in full]
+    half = [jnp.asarray(x, dtype) for x, dtype in zip(half, [jnp.bfloat16] * 3 + [gate] * 2, strict=True)]
+    return half + [jnp.asarray(x, jnp.float32) for x in full]
 
 
 def cancelled(total, raw, lower_bound, **options):
@@ -35,15 +36,20 @@ def cancelled(total, raw, lower_bound, **options):
     return np.sqrt((terms**2).sum() / (total**2).sum())
 
 
-@pytest.mark.parametrize(("lower_bound", "negative_eigenvalues"), [(None, True), (-5.0, False)])
-def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
-    arrays = draw(rng)
+@pytest.mark.parametrize(
+    ("lower_bound", "negative_eigenvalues", "K", "gate"),
+    [(None, True, 64, "float32"), (-5.0, False, 128, "bfloat16")],  # blocks of 64 channels, which share the norm
+)
+def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, K, gate):
+    arrays = draw(rng, K, gate)
     do, dstate = rng.normal(size=(1, T, HV, V)), rng.normal(size=(1, HV, K, V))
 
     def run(*arrays):
         *inputs, A_log, dt_bias, state = arrays
-        options = {"negative_eigenvalues": negative_eigenvalues, "interpret": plgpu.InterpretGPUParams()}
-        return kda_raw_mosaic(*inputs, Decay(A_log, dt_bias, lower_bound), scale=0.1, initial_state=state, **options)
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        options = {"scale": 0.1, "initial_state": state, "interpret": interpret}
+        decay = Decay(A_log, dt_bias, lower_bound)
+        return kda_raw_mosaic(*inputs, decay, negative_eigenvalues=negative_eigenvalues, **options)
 
     def step(*arrays):
         results, pull = jax.vjp(run, *arrays)
