@@ -22,6 +22,7 @@ Raw inputs are normalised and activated on the way, and the gradients are theirs
 cluster and exchange their parts.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ class Chunk(NamedTuple):
 
     def load(self, ref: Any, b: int) -> jax.Array:
         """Block b of q or k, [64 channels, 16 tokens]."""
-        return plgpu.load(ref.at[pl.ds(b * BLOCK, BLOCK)].T, layout=rg.LAYOUT)
+        return _load(ref.at[pl.ds(b * BLOCK, BLOCK)].T)
 
     def scores(self, source: int, target: int) -> tuple[jax.Array, jax.Array]:
         """The blocks of X and Y."""
@@ -149,8 +150,21 @@ def add_sums(totals: list[jax.Array], x: jax.Array, b: int, n: int, later: bool,
     return out
 
 
+def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool) -> jax.Array:
+    """[64]: of every row of x with that of y, summed over pairs (x, y) of 16-bit arrays [64, n]."""
+    total = zeros(BLOCK)
+    for x, y in pairs:
+        total = fr.stacked_scores(total, x, x, y, interpret=interpret)
+    own = (iota(0, BLOCK) & (BLOCK - 1)) == iota(1, BLOCK)
+    return jnp.sum(jnp.where(own, total, zeros(BLOCK)), 1)
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=rg.LAYOUT)
+
+
 def _wide(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=rg.LAYOUT).astype(f32)
+    return _load(ref).astype(f32)
 
 
 def _columns(x: jax.Array) -> list[jax.Array]:
@@ -189,9 +203,13 @@ def make_backward_chunk(
         qs, ks, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
         for_gate, met = more[: len(gates)], more[len(gates) :]
         dos, vs, dvs = (values.at[i] for i in range(3))
-        n, b, h, part = (lax.axis_index(name) for name in ("n", "b", "h", "part"))
-        rows, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
-        head, key_head = b * HV + h, lax.div(h, HV // H)
+
+        def place(zero: Any = 0) -> tuple[Any, ...]:
+            n, b, h, part = (lax.axis_index(name) + zero for name in ("n", "b", "h", "part"))
+            return n, b, h, b * HV + h, part, pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
+
+        n, b, h, head, part, rows, channels = place()
+        key_head = lax.div(h, HV // H)
         for source, target in ((do, dos), (v_new, vs), (dv, dvs)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
         for source, target in ((q, qs), (k, ks)):
@@ -209,17 +227,20 @@ def make_backward_chunk(
                 x = memory.load_transposed(g.at[b, rows, h, channels], **kw)
             else:
                 plgpu.barrier_wait(*for_gate)
-                x = plgpu.load(gates[0].T, layout=rg.LAYOUT).astype(f32)
+                x = _wide(gates[0].T)
             return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
+
+        def is_token() -> jax.Array:
+            assert raw is not None
+            return iota(1, CHUNK) + n * CHUNK < raw.tokens
 
         load_gate()
         if raw is None:
             e = jnp.exp2(log_decay() * LOG2E)
         else:
-            speed, inside = jnp.exp(A_log[h]), iota(1, CHUNK) + n * CHUNK < raw.tokens
-            e = raw.activation.decay(log_decay(), speed)
+            e = raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw)
             if raw.tokens % CHUNK:
-                e = jnp.where(inside, e, jnp.ones_like(e))
+                e = jnp.where(is_token(), e, jnp.ones_like(e))
             plgpu.commit_smem()  # X takes the place of g
             plgpu.barrier_wait(for_keys)
             for i, x in enumerate((qs, ks)):
@@ -260,13 +281,14 @@ def make_backward_chunk(
         plgpu.barrier_wait(for_states)
         zero = rg.opaque_zero(**kw)
         dos, vs, dvs = (values.at[i + zero] for i in range(3))
+        n, b, h, head, part, rows, channels = place(zero)  # addresses again rather than kept
 
         def through(a: Any, b: Any, factor: float, decay: str) -> jax.Array:
             """decay (factor a b)."""
             return jnp.concatenate([getattr(x, decay) for x in blocks], 1) * (_product(a, b) * factor)
 
         def moved(x: Any, y: jax.Array) -> jax.Array:
-            return times(plgpu.load(x.T, layout=rg.LAYOUT), y)
+            return times(_load(x.T), y)
 
         def gathered(part: str, y: jax.Array) -> jax.Array:
             return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
@@ -296,21 +318,14 @@ def make_backward_chunk(
         else:
             load_gate()
             for i, (y, dy) in enumerate(zip((qs, ks), results, strict=True)):
-                inner = jnp.sum(_wide(y) * _wide(dy), 1)
-                inner = lax.broadcast_in_dim(inner, (rg.ROWS, 8), (0,))
+                inner = inner_products([(_load(y), _load(dy))], emulated)
+                inner = lax.broadcast_in_dim(inner, (CHUNK, 8), (0,))
                 memory.store_rows(exchange.at[i, head, part, rows], inner, **kw)
-            memory.fence(**kw)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(*met)
 
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
-        overlaps = zeros(BLOCK)
-        for start in range(0, V, CHUNK):
-            state, gradient = (plgpu.load(x.at[pl.ds(start, CHUNK)].T, layout=rg.LAYOUT) for x in (Ss, dSs))
-            overlaps = fr.stacked_scores(overlaps, state, state, gradient, **kw)
-        own = (iota(0, BLOCK) & (BLOCK - 1)) == iota(1, BLOCK)
-        overlap = jnp.sum(jnp.where(own, overlaps, zeros(BLOCK)), 1)
+        starts = [pl.ds(start, CHUNK) for start in range(0, V, CHUNK)]
+        overlap = inner_products(((_load(Ss.at[x].T), _load(dSs.at[x].T)) for x in starts), emulated)
         overlap = lax.broadcast_in_dim(overlap, (CHANNELS, CHUNK), (0,))
         dg_chunk = jnp.concatenate(dg_blocks, 1) + decayed * overlap
         if raw is None:
@@ -319,24 +334,27 @@ def make_backward_chunk(
             return
 
         # 4. raw inputs
-        dx, dspeed = raw.activation.decay_gradients(log_decay(), speed, dg_chunk)
+        dx, dspeed = raw.activation.decay_gradients(log_decay(), jnp.exp(A_log[h]), dg_chunk, **kw)
         if raw.tokens % CHUNK:
-            dx, dspeed = (jnp.where(inside, x, jnp.zeros_like(x)) for x in (dx, dspeed))
-        for target, x in ((dA_log, dspeed), (ddt_bias, dx)):
-            total = lax.broadcast_in_dim(jnp.sum(x, 1), (CHANNELS, 8), (0,))
-            memory.store_rows(target.at[b, n, h, channels], total, **kw)
+            dx, dspeed = (jnp.where(is_token(), x, jnp.zeros_like(x)) for x in (dx, dspeed))
         if gate == f32:
             memory.store_transposed(dg.at[b, rows, h, channels], dx, **kw)
         for target in gates:
             target.T[...] = dx.astype(gate)
+        memory.fence(**kw)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(*met)
+        sums = [jnp.sum(x, 1) for x in (dspeed, dx)]
+        inverse_norms = [memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw) for i in (0, 1)]
         plgpu.barrier_wait(*met)
         memory.fence(**kw)
-        for i, (y, dy) in enumerate(zip((qs, ks), results, strict=True)):
+        for i, (y, dy, norm) in enumerate(zip((qs, ks), results, inverse_norms, strict=True)):
             inner = sum(
                 memory.gather_rows(exchange.at[i, head, p, rows], iota(0, CHANNELS), **kw) for p in range(parts)
             )
-            norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
             dy[...] = (norm * (_wide(dy) - _wide(y) * inner)).astype(dtype)
+        for target, x in zip((dA_log, ddt_bias), sums, strict=True):
+            memory.store_rows(target.at[b, n, h, channels], lax.broadcast_in_dim(x, (CHANNELS, 8), (0,)), **kw)
         plgpu.commit_smem()
         for source in gates:
             plgpu.copy_smem_to_gmem(source, dg.at[b, rows, h, channels])

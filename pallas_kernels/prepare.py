@@ -184,7 +184,7 @@ def make_prepare(
             def read(cs: Any) -> tuple[jax.Array, ...]:
                 bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
                 x = _load(gs.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
-                decay = raw.activation.decay(x, speed)
+                decay = raw.activation.decay(x, speed, interpret=emulated)
                 if raw.tokens % CHUNK:
                     decay = jnp.where(iota(0, GROUP) + n * CHUNK < raw.tokens, decay, jnp.ones_like(decay))
                 return *(_load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((qs, ks), norms, strict=True)), decay
