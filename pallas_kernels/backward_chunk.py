@@ -238,7 +238,8 @@ def make_backward_chunk(
         if raw is None:
             e = jnp.exp2(log_decay() * LOG2E)
         else:
-            e = raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw)
+            speed = jnp.exp(A_log[h])
+            e = raw.activation.decay(log_decay(), speed, **kw)
             if raw.tokens % CHUNK:
                 e = jnp.where(is_token(), e, jnp.ones_like(e))
             plgpu.commit_smem()  # X takes the place of g
@@ -334,7 +335,7 @@ def make_backward_chunk(
             return
 
         # 4. raw inputs
-        dx, dspeed = raw.activation.decay_gradients(log_decay(), jnp.exp(A_log[h]), dg_chunk, **kw)
+        dx, dspeed = raw.activation.decay_gradients(log_decay(), speed, dg_chunk, **kw)
         if raw.tokens % CHUNK:
             dx, dspeed = (jnp.where(is_token(), x, jnp.zeros_like(x)) for x in (dx, dspeed))
         if gate == f32:
@@ -349,9 +350,9 @@ def make_backward_chunk(
         plgpu.barrier_wait(*met)
         memory.fence(**kw)
         for i, (y, dy, norm) in enumerate(zip((qs, ks), results, inverse_norms, strict=True)):
-            inner = sum(
-                memory.gather_rows(exchange.at[i, head, p, rows], iota(0, CHANNELS), **kw) for p in range(parts)
-            )
+            inner = zeros(CHANNELS)
+            for p in range(parts):
+                inner += memory.gather_rows(exchange.at[i, head, p, rows], iota(0, CHANNELS), **kw)
             dy[...] = (norm * (_wide(dy) - _wide(y) * inner)).astype(dtype)
         for target, x in zip((dA_log, ddt_bias), sums, strict=True):
             memory.store_rows(target.at[b, n, h, channels], lax.broadcast_in_dim(x, (CHANNELS, 8), (0,)), **kw)
