@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels.blocks import ROWS, Prepared, bounce_types, carry, prepare_chunk, prepared_types
-from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, reader
+from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
 from pallas_kernels.memory import tile
 from pallas_kernels.within import iota, zeros
 
@@ -64,10 +64,8 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                     plgpu.copy_gmem_to_smem(source.at[b, rows(n), key_head], target, loaded)
 
             fetch(jnp.int32(0))
-            parameters = None
             if raw is not None:
                 plgpu.copy_gmem_to_smem(decay[1].at[h], bias, bias_loaded)
-                parameters = Parameters(jnp.exp(decay[0][h]), bias)
                 plgpu.barrier_wait(bias_loaded)
 
             def step(n: jax.Array, _: None) -> None:
@@ -75,9 +73,11 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                 # behind the end keys are zero, and beta only has to be finite
                 tokens = jnp.minimum(iota(0, 8) + n * CHUNK, T - 1)
                 strength = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
+                plgpu.barrier_wait(loaded)
+                parameters = None
                 if raw is not None:
                     strength = raw.activation.strength(strength)
-                plgpu.barrier_wait(loaded)
+                    parameters = Parameters(jnp.exp(decay[0][h]), bias, (inverse_norms(qs), inverse_norms(ks)))
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(free.at[s]))
                 for i in range(warpgroups):
                     plgpu.copy_gmem_to_smem(v.at[b, rows(n), h, pl.ds(i * ROWS, ROWS)], vs.at[s, i], v_loaded.at[s])
@@ -86,7 +86,7 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                     for i, x in enumerate(kU_qU):
                         memory.store_alternating(chunk.kq.at[:, cs], x, i, interpret=emulated)
 
-                read = reader(qs, ks, gs, n * CHUNK, raw, parameters)
+                read = reader(qs, ks, gs, n * CHUNK, raw, parameters, interpret=emulated)
 
                 def fetch_next() -> None:
                     pl.when(n + 1 < chunks)(lambda: fetch(n + 1))

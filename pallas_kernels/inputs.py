@@ -59,10 +59,13 @@ class Problem(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Of a head's decay: exp(A_log), and dt_bias [K] in shared memory."""
+    """What raw inputs of a chunk are activated with: exp(A_log), dt_bias [K] in shared memory, and the inverse norms of
+    q's and k's rows.
+    """
 
     speed: jax.Array
     bias: Any
+    norms: tuple[jax.Array, jax.Array]
 
 
 def load(ref: Any) -> jax.Array:
@@ -70,27 +73,26 @@ def load(ref: Any) -> jax.Array:
 
 
 def reader(
-    q: Any, k: Any, g: Any, first: jax.Array, raw: Raw | None, parameters: Parameters | None
+    q: Any, k: Any, g: Any, first: jax.Array, raw: Raw | None, parameters: Parameters | None, *, interpret: bool
 ) -> Callable[[Any], tuple[jax.Array, ...]]:
     """The function of a slice of GROUP channels to q, k and exp(g) there, [64, GROUP] float32; first: the chunk's first
     token. Raw inputs are normalised and activated on the way.
     """
     if raw is None or parameters is None:
         return lambda cs: (*(load(x.at[:, cs]).astype(f32) for x in (q, k)), jnp.exp2(load(g.at[:, cs]) * LOG2E))
-    norms = _inverse_norms(q), _inverse_norms(k)
 
     def read(cs: Any) -> tuple[jax.Array, ...]:
         bias = plgpu.load(parameters.bias.at[cs], layout=rg.LAYOUT.reduce(0), optimized=False)
         x = load(g.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
-        decay = raw.activation.decay(x, parameters.speed)
+        decay = raw.activation.decay(x, parameters.speed, interpret=interpret)
         if raw.tokens % CHUNK:
             decay = jnp.where(iota(0, GROUP) + first < raw.tokens, decay, jnp.ones_like(decay))
-        return *(load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((q, k), norms, strict=True)), decay
+        return *(load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((q, k), parameters.norms, strict=True)), decay
 
     return read
 
 
-def _inverse_norms(ref: Any) -> jax.Array:
+def inverse_norms(ref: Any) -> jax.Array:
     """Of every row of ref [64, K], as an array [64, GROUP]."""
     total = zeros(GROUP)
     for start in range(0, ref.shape[1], GROUP):

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_kernels import registers as rg
 from pallas_kernels.registers import LAYOUT
@@ -142,6 +142,20 @@ def store_rows(ref: Any, x: jax.Array, *, interpret: bool) -> None:
             memref.store(value, ref, _transposed_place(0, h, 0)[1:])
 
     piece(ref, x)
+
+
+def fence(*, interpret: bool) -> None:
+    """Before a barrier of the cluster: its blocks see behind it what this thread has written to global memory, if a
+    fence follows there too.
+    """
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def piece(_):
+        llvm.inline_asm(None, [], "fence.acq_rel.cluster;", "~{memory}", has_side_effects=True)
+
+    piece()
 
 
 def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:

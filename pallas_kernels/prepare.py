@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fragments as fr
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, reader
+from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed, iota, zeros
@@ -102,7 +102,7 @@ def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interp
 
 def results(problem: Problem, inverse: bool = False) -> list[jax.ShapeDtypeStruct]:
     """qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also
-    X^T [B HV, T', 64]; T' = 64 ceil(T / 64).
+    X^T [B HV, T', 64], and of raw inputs the inverse norms of q and k, [B HV, 2, T'] float32; T' = 64 ceil(T / 64).
     """
     (B, _, HV, V), K, padded = problem.v_shape, problem.q_shape[3], problem.chunks * CHUNK
 
@@ -110,7 +110,8 @@ def results(problem: Problem, inverse: bool = False) -> list[jax.ShapeDtypeStruc
         return jax.ShapeDtypeStruct((B * HV, *s), dtype)
 
     by_token = [shape(padded, columns) for columns in (K, K, K, V, CHUNK)]
-    return by_token + [shape(problem.chunks, K, dtype=f32)] + [shape(padded, CHUNK)] * inverse
+    norms = [shape(2, padded, dtype=f32)] * (inverse and problem.raw is not None)
+    return [*by_token, shape(problem.chunks, K, dtype=f32), *[shape(padded, CHUNK)] * inverse, *norms]
 
 
 def scratch_types(problem: Problem) -> list[Any]:
@@ -143,7 +144,8 @@ def run(
     (_, T, H, _), HV, dtype, raw = problem.q_shape, problem.v_shape[2], problem.dtype, problem.raw
     n, h, b = place
     q, k, v, g, beta, *parameters = inputs
-    qU, kD, w, u, A, total, *XT = outputs
+    qU, kD, w, u, A, total, *inverses = outputs
+    XT, norms_out = inverses[:1], inverses[1:]
     qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
     gs, (vs, exchange) = gs_vs
     operand, X_rest = operands
@@ -164,11 +166,14 @@ def run(
     plgpu.commit_smem()
     plgpu.barrier_wait(loaded)
 
-    given_decay = None
+    given = None
     if raw is not None:
         beta_rows = raw.activation.strength(beta_rows)
-        given_decay = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS])
-    read = reader(qs, ks, gs, n * CHUNK, raw, given_decay)
+        given = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS], (inverse_norms(qs), inverse_norms(ks)))
+        for target in norms_out:
+            for i, norm in enumerate(given.norms):
+                memory.store_rows(target.at[head, i, rows], norm, interpret=emulated)
+    read = reader(qs, ks, gs, n * CHUNK, raw, given, interpret=emulated)
     tiles = Tiles(qs, ks, kUs, ends, operand)
     (q_own, k_own), between = scores(tiles, read, (Dense if problem.bounded else Exact)(dtype), emulated)
     plgpu.commit_smem()

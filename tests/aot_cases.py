@@ -70,6 +70,14 @@ def backward_cases() -> Iterator[Case]:
         chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
+        for bound in (None, -5.0):
+            raw, bounded = Raw(Activation(bound, True), dtype, T), " bounded" * (bound is not None)
+            prepare = make_prepare(Problem(qk, v, dtype, bound is not None, raw), inverse=True)
+            gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
+            yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
+            chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5, raw=raw)
+            arrays = [*inputs[:2], *gates, *[(v, dtype)] * 3, states, states, *parameters, ((B * H, 2, T), f32)]
+            yield f"backward chunk {label}{bounded} raw", chunk, arrays
 
 
 def decode_cases() -> Iterator[Case]:
