@@ -15,6 +15,7 @@ from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
 from pallas_kernels.inputs import CHUNK, Problem, Raw
 from pallas_kernels.prepare import make_prepare
+from pallas_kernels.scan import find_spans
 
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
@@ -30,6 +31,7 @@ def backward(
     inputs: tuple[jax.Array, ...],
     initial_state: jax.Array | None,
     cotangents: tuple[jax.Array, jax.Array],
+    sequences: jax.Array | None = None,
     decay: Sequence[jax.Array] = (),
     *,
     scale: float,
@@ -40,7 +42,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, g, beta, of the initial state, and of the decay's parameters a row, in the inputs' dtypes.
 
-    inputs, decay, activation: as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and the final
+    inputs, sequences, decay, activation: as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and the final
     state. Heads that share a key head are summed in float32, in a fixed order. Those of A_log and dt_bias are [B, HV]
     and [B, HV, K], in float32.
     """
@@ -56,14 +58,16 @@ def backward(
     beta = jnp.maximum(beta.astype(jnp.float32), math.log(SMALLEST_BETA) if raw else SMALLEST_BETA)
     parameters = [x.astype(jnp.float32) for x in decay]
     do = whole(do.astype(v.dtype))
-    initial = jnp.zeros((B, HV, K, V), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+    dfinal = dfinal.astype(jnp.float32) / scale
+    initial = jnp.zeros_like(dfinal) if initial_state is None else initial_state.astype(jnp.float32)
 
     problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw)
     prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *parameters)
     prepared, norms = (prepared[:-1], prepared[-1:]) if raw else (prepared, ())
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
-    scan = make_backward_scan(v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
-    S, dS, v_new, dv, dinitial = scan(*prepared, do, initial, dfinal.astype(jnp.float32) / scale)
+    spans = find_spans(B, problem.chunks, sequences=sequences)
+    scan = make_backward_scan(spans.shape[0], v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
+    S, dS, v_new, dv, dinitial = scan(spans, *prepared, do, initial, dfinal)
     chunk = make_backward_chunk(q.shape, v.shape, v.dtype, raw=raw, **options)
     dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *parameters, *norms)
 

@@ -18,7 +18,7 @@ from pallas_kernels.fused import make_fused
 from pallas_kernels.inputs import CHUNK, Problem, Raw
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
-from pallas_kernels.scan import make_scan
+from pallas_kernels.scan import find_spans, make_scan
 
 ROWS = 8  # tokens in a group of shared memory's layout
 
@@ -45,7 +45,7 @@ def forward(
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]
     q, k, v, g, beta = inputs
-    B, padded = v.shape[:2]
+    B = v.shape[0]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
     arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
@@ -67,7 +67,7 @@ def forward(
         return run(spans, *prepared, *([state] if has_state else []))
 
     pieces = config.pieces if sequences is None else 1
-    spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
+    spans = find_spans(B, problem.chunks, pieces, sequences)
     if pieces > 1:
         maps = scan(spans, config=Config(), outputs=False)[0]
         initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
@@ -75,16 +75,6 @@ def forward(
     else:
         o, final_state = scan(spans, initial_state)
     return o[:, :T], final_state
-
-
-def _pieces(rows: int, chunks: int, pieces: int) -> jax.Array:
-    """Spans [rows pieces, 3]: every row's chunks in order, in pieces of equal length but the last.
-
-    Computed in the program: a partitioned function may hold no constant array.
-    """
-    span, length = jax.lax.iota(jnp.int32, rows * pieces), -(-chunks // pieces)
-    first = jnp.minimum(span % pieces * length, chunks)
-    return jnp.stack([span // pieces, first, jnp.minimum(length, chunks - first)], axis=1)
 
 
 def _compose(maps: jax.Array, initial_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:

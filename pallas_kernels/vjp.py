@@ -64,7 +64,10 @@ def kda_mosaic(
     alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
     static = _Static(float(scale), g_min, config, interpret, packed=True)
     inputs = tuple(alignment.gather(x) for x in inputs)
-    o, final_state = _run(static, inputs, initial_state, alignment.spans.astype(jnp.int32))
+    spans = alignment.spans.astype(jnp.int32)
+    if initial_state is None:
+        initial_state = jnp.zeros((spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32)
+    o, final_state = _run(static, inputs, initial_state, spans)
     return o[:, alignment.target], final_state
 
 
@@ -109,8 +112,10 @@ class _Static(NamedTuple):
         return inputs + ", j, j k" * (self.activation is not None), f"b t j v, {state}"
 
     def gradients(self) -> str:
-        """The axes of the gradients of the inputs: the parameters' row by row, so that rows can be anywhere."""
-        return self.axes()[0].replace(", j, j k", ", b j, b j k") if self.activation is not None else self.axes()[0]
+        """The axes of the gradients of the inputs, the spans' excepted; the parameters' row by row, so that rows can be
+        anywhere.
+        """
+        return self.axes()[0].replace(", n i", "").replace(", j, j k", ", b j, b j k")
 
     def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any, list[jax.Array]]:
         """The arrays of tokens, the initial state, the spans (None where there are none), the decay's parameters."""
@@ -166,11 +171,11 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
 def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    if not static.packed and unsupported_reason(inputs[2].dtype, static.scale) is None:
+    if unsupported_reason(inputs[2].dtype, static.scale) is None:
         arrays = f"{', '.join(static.axes())}"
         gradients = _mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents))
         if static.activation is None:
-            return gradients
+            return (*gradients, None) if static.packed else gradients
         parameters = zip(gradients[-2:], inputs[-2:], strict=True)
         return (*gradients[:-2], *(dx.sum(0).astype(x.dtype) for dx, x in parameters))
 
@@ -212,9 +217,9 @@ def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The backward pass of one device."""
     *inputs, do, dstate = arrays
-    tokens, state, _, decay = static.split(tuple(inputs))
+    tokens, state, spans, decay = static.split(tuple(inputs))
     options = _options(static, arrays)
-    return backward(tokens, state, (do, dstate), decay, activation=static.activation, **options)
+    return backward(tokens, state, (do, dstate), spans, decay, activation=static.activation, **options)
 
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:

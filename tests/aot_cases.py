@@ -65,8 +65,9 @@ def backward_cases() -> Iterator[Case]:
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
         prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
         for warpgroups in (1, 2)[: V // 64]:
-            scan = make_backward_scan(v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
-            yield f"backward scan {label}, {warpgroups} warpgroups", scan, [*prepared, *[((B, H, K, V), f32)] * 2]
+            scan = make_backward_scan(B, v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
+            arrays = [((B, 3), jnp.int32), *prepared, *[((B, H, K, V), f32)] * 2]
+            yield f"backward scan {label}, {warpgroups} warpgroups", scan, arrays
         chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays

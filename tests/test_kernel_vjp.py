@@ -39,13 +39,13 @@ def stand_in(monkeypatch):
         options = {"scale": scale, "g_min": g_min, "packing": packing}
         return kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)[:2]
 
-    def backward(inputs, initial_state, cotangents, decay, *, scale, g_min, activation, config, interpret):
+    def backward(inputs, initial_state, cotangents, sequences, decay, *, scale, g_min, activation, config, interpret):
         assert activation is None
 
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
             return forward(
-                inputs, state, None, (), scale=scale, g_min=g_min, activation=None, config=config, interpret=None
+                inputs, state, sequences, (), scale=scale, g_min=g_min, activation=None, config=config, interpret=None
             )
 
         state = () if initial_state is None else (initial_state,)
