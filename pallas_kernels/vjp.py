@@ -68,7 +68,7 @@ def kda_mosaic(
     if initial_state is None:
         initial_state = jnp.zeros((spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32)
     o, final_state = _run(static, inputs, initial_state, spans)
-    return o[:, alignment.target], final_state
+    return alignment.restore(o), final_state
 
 
 def kda_raw_mosaic(
@@ -224,5 +224,7 @@ def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     B, T, HV, V = arrays[2].shape
-    config = static.config or default_config(B * HV, V, -(-T // CHUNK))
+    _, state, *_ = static.split(arrays)
+    sequences = B if state is None else state.shape[0]
+    config = static.config or default_config(sequences * HV, V, -(-T // CHUNK))
     return {"scale": static.scale, "g_min": static.g_min, "config": config, "interpret": static.interpret}

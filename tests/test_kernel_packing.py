@@ -11,20 +11,22 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from reference import kda as oracle
-from tolerances import FORWARD, assert_close
+from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax.ops.prepare import plan, select_valid
 from pallas_kernels.vjp import kda_mosaic
 
 H, HV = 1, 2
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def half(x):
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
 
 def inputs(rng, T, K, V, states):
     def unit(x):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-    def half(x):
-        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
     q, k, v = (
         half(x)
@@ -37,19 +39,21 @@ def inputs(rng, T, K, V, states):
     return q, k, v, -0.1 * rng.random((1, T, HV, K)), rng.random((1, T, HV)), rng.normal(size=(states, HV, K, V)) / 3
 
 
-def kernels(arrays, **packing):
-    """Through the plan and the zeroed padding, as `kda` calls them."""
-    *arrays, state = arrays
-    arrays = [jnp.asarray(x, jnp.bfloat16 if i < 3 else jnp.float32) for i, x in enumerate(arrays)]
-    packing = plan(packing.get("segment_ids"), packing.get("cu_seqlens"), arrays[2].shape[1])
-    run = functools.partial(
-        kda_mosaic,
-        scale=arrays[0].shape[-1] ** -0.5,
-        initial_state=jnp.asarray(state, jnp.float32),
-        packing=packing,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )
-    return jax.jit(run)(*select_valid(packing, *arrays))
+def kernels(arrays, cotangents=None, **packing):
+    """Through the plan and the zeroed padding, as `kda` calls them; with `cotangents` the gradients follow."""
+    *tokens, state = [jnp.asarray(x, jnp.bfloat16 if i < 3 else jnp.float32) for i, x in enumerate(arrays)]
+    packing = plan(packing.get("segment_ids"), packing.get("cu_seqlens"), tokens[2].shape[1])
+    options = {"scale": tokens[0].shape[-1] ** -0.5, "packing": packing}
+    function = functools.partial(kda_mosaic, interpret=plgpu.InterpretGPUParams(detect_races=True), **options)
+
+    def run(*inputs):
+        return function(*inputs[:5], initial_state=inputs[5])
+
+    def differentiated(*inputs):
+        results, pull = jax.vjp(run, *inputs)
+        return *results, pull((jnp.asarray(cotangents[0], jnp.bfloat16), jnp.asarray(cotangents[1], jnp.float32)))
+
+    return jax.jit(run if cotangents is None else differentiated)(*select_valid(packing, *tokens), state)
 
 
 def test_segments_of_a_row(rng):
@@ -66,16 +70,24 @@ def test_segments_of_a_row(rng):
     assert_close(final_state, last, FORWARD["bfloat16"], "final_state")
 
 
-def test_sequences_with_their_own_states(rng):
+def test_sequences_with_their_own_states(rng, monkeypatch):
     """One ends where a chunk does, one is empty, one has a single token; rows behind the last belong to none."""
+    monkeypatch.delattr("pallas_kernels.vjp.kda_chunk")  # the gradients are the kernels'
     cu = [0, 64, 64, 65, 130]
     arrays = inputs(rng, T=136, K=64, V=64, states=4)
-    o, final_state = kernels(arrays, cu_seqlens=jnp.asarray(cu))
+    do, dstate = half(rng.normal(size=arrays[2].shape)), rng.normal(size=arrays[5].shape) / 3
+    o, final_state, gradients = kernels(arrays, (do, dstate), cu_seqlens=jnp.asarray(cu))
     for n, (start, end) in enumerate(itertools.pairwise(cu)):
-        want, last = oracle(*(x[:, start:end] for x in arrays[:5]), arrays[5][n : n + 1])
+        tokens, own = slice(start, end), slice(n, n + 1)
+        cotangents = {"do": do[:, tokens], "dfinal_state": dstate[own]}
+        (want, last), expected = oracle(*(x[:, tokens] for x in arrays[:5]), arrays[5][own], **cotangents)
+        assert_close(final_state[own], last, FORWARD["bfloat16"], f"state of sequence {n}")
+        assert_close(gradients[5][own], expected[5], gradient("initial_state", "bfloat16"), f"dS of sequence {n}")
         if end > start:
-            assert_close(o[:, start:end], want, FORWARD["bfloat16"], f"o of sequence {n}")
-        assert_close(final_state[n : n + 1], last, FORWARD["bfloat16"], f"state of sequence {n}")
+            assert_close(o[:, tokens], want, FORWARD["bfloat16"], f"o of sequence {n}")
+            for name, x, y in zip(NAMES, gradients, expected[:5], strict=False):
+                assert_close(x[:, tokens], y, gradient(name, "bfloat16"), f"{name} of sequence {n}")
+    assert not any(x[:, 130:].any() for x in (o, *gradients[:5]))
 
 
 @pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32)])
