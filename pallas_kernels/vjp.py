@@ -65,7 +65,7 @@ def kda_mosaic(
     static = _Static(float(scale), g_min, config, interpret, packed=True)
     inputs = tuple(alignment.gather(x) for x in inputs)
     spans = alignment.spans.astype(jnp.int32)
-    if initial_state is None:
+    if initial_state is None:  # without, all gradients would be rows, which vmap may join
         initial_state = jnp.zeros((spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32)
     o, final_state = _run(static, inputs, initial_state, spans)
     return alignment.restore(o), final_state

@@ -181,6 +181,20 @@ def test_vmap_over_packed_sequences(rng):
             assert_close(final_state[i, n : n + 1], last, 1e-5, "final_state")
 
 
+def test_vmap_over_gradients_of_packed_sequences(rng):
+    """Without an initial state all gradients are rows, and still they do not join."""
+    arrays = inputs(rng, batch=(2, 1))[:5]
+    packing = plan_cu_seqlens(jnp.asarray([0, 30, 30, T]), T)
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing)
+    gradients = jax.jit(jax.vmap(jax.grad(lambda *x: jnp.sum(run(*x)[0] ** 2), range(5))))(*arrays)
+    for i, (start, end) in itertools.product(range(2), ((0, 30), (30, T))):
+        own = [x[i, :, start:end] for x in arrays]
+        do = 2 * oracle(*own, scale=SCALE)[0]
+        _, want = oracle(*own, scale=SCALE, do=do, dfinal_state=np.zeros((1, HV, K, V)))
+        for name, x, y in zip(("q", "k", "v", "g", "beta"), gradients, want, strict=False):
+            assert_close(x[i, :, start:end], y, 1e-4, name)
+
+
 def mesh():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
