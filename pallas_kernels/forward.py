@@ -2,8 +2,7 @@
 each sequence and head, `overlapped` where both fit side by side.
 
 Where there are too few sequences and heads to fill the chip, a sequence is split into pieces. A first scan gives each
-piece's affine map of the state before it, S -> M S + N; composed in order they are the states before the pieces, from
-which a second scan takes all pieces at once. That is exact however slowly the state fades.
+piece's affine map of the state before it, from which a second scan takes all pieces at once.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
 from pallas_kernels.fused import make_fused
-from pallas_kernels.inputs import CHUNK, Problem, Raw
+from pallas_kernels.inputs import Problem, Raw
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
-from pallas_kernels.scan import find_spans, make_scan
+from pallas_kernels.scan import make_scan
+from pallas_kernels.spans import compose, find_spans
 
 ROWS = 8  # tokens in a group of shared memory's layout
 
@@ -69,26 +69,10 @@ def forward(
     pieces = config.pieces if sequences is None else 1
     spans = find_spans(B, problem.chunks, pieces, sequences)
     if pieces > 1:
-        maps = scan(spans, config=Config(), outputs=False)[0]
-        initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
-        o, _ = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]))
+        (maps,), (HV, V) = scan(spans, config=Config(), outputs=False), v.shape[2:]
+        initial = jnp.zeros((B, HV, q.shape[3], V), jnp.float32) if initial_state is None else initial_state
+        before, final_state = compose(maps[..., V:], maps[..., :V], initial)
+        o, _ = scan(spans, before)
     else:
         o, final_state = scan(spans, initial_state)
     return o[:, :T], final_state
-
-
-def _compose(maps: jax.Array, initial_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The states before the pieces [B, P, HV, K, V] and behind the last, from maps [N | M] [B, P, HV, K, V + K]."""
-    K = maps.shape[-2]
-    N, M = maps[..., :-K], maps[..., -K:]
-
-    def apply(M: jax.Array, S: jax.Array) -> jax.Array:
-        return jnp.einsum("...ij,...jv->...iv", M, S, precision="highest")
-
-    def follow(first: Any, second: Any) -> Any:
-        return apply(second[0], first[0]), apply(second[0], first[1]) + second[1]
-
-    M, N = jax.lax.associative_scan(follow, (M, N), axis=1)
-    initial = jnp.zeros_like(N[:, 0]) if initial_state is None else initial_state
-    after = apply(M, initial[:, None]) + N
-    return jnp.concatenate([initial[:, None], after[:, :-1]], 1), after[:, -1]

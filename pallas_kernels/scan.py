@@ -113,19 +113,6 @@ def bounce_types(columns: Iterable[int], dtype: Any, *leading: int) -> list[Any]
     return [tile((*leading, ROWS, c), dtype, 64) for c in sorted(set(columns))]
 
 
-def find_spans(rows: int, chunks: int, pieces: int = 1, sequences: jax.Array | None = None) -> jax.Array:
-    """Spans [N, 3] int32: every row's chunks in order, in pieces of equal length but the last; or the `sequences` [N, 2]
-    of the only row, each its first chunk and its number of chunks.
-
-    Computed in the program: a partitioned function may hold no constant array.
-    """
-    if sequences is not None:
-        return jnp.pad(sequences, ((0, 0), (1, 0)))
-    span, length = lax.iota(jnp.int32, rows * pieces), -(-chunks // pieces)
-    first = jnp.minimum(span % pieces * length, chunks)
-    return jnp.stack([span // pieces, first, jnp.minimum(length, chunks - first)], axis=1)
-
-
 def store(out: jax.Array, staging: Any, target: Any) -> None:
     """target [64, ROWS] in global memory = out^T, by way of `staging` in shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
