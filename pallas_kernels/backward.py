@@ -95,6 +95,9 @@ def backward(
     if initial_state is not None:
         grads.append(dinitial.astype(initial_state.dtype))
     if raw:
-        dA_log, ddt_bias = (x.sum(1) for x in partial[:2])
+        owned = None
+        if sequences is not None:  # chunks of no sequence give anything
+            owned = jax.lax.iota(jnp.int32, problem.chunks)[None, :, None, None] < jnp.sum(sequences[:, 1])
+        dA_log, ddt_bias = (x.sum(1, where=owned) for x in partial[:2])
         grads += [dA_log.sum(-1), ddt_bias]
     return tuple(grads)

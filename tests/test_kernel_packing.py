@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from reference import kda as oracle
+from reference import kda_raw as raw_oracle
 from tolerances import FORWARD, assert_close, gradient
 
+from kda_jax import Decay
 from kda_jax.ops.prepare import plan, select_valid
-from pallas_kernels.vjp import kda_mosaic
+from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
 H, HV = 1, 2
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -88,6 +90,70 @@ def test_sequences_with_their_own_states(rng, monkeypatch):
             for name, x, y in zip(NAMES, gradients, expected[:5], strict=False):
                 assert_close(x[:, tokens], y, gradient(name, "bfloat16"), f"{name} of sequence {n}")
     assert not any(x[:, 130:].any() for x in (o, *gradients[:5]))
+
+
+RAW = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
+
+
+@pytest.mark.parametrize(("kind", "lower_bound"), [("cu_seqlens", -5.0), ("segment_ids", -5.0), ("segment_ids", None)])
+def test_raw_projections(rng, monkeypatch, kind, lower_bound):
+    """Padding keeps the state whatever a projection of zeros decays to, and a reset leaves nothing of it whatever the
+    bound; the gradients of the decay's parameters are those of the sequences alone.
+    """
+    monkeypatch.delattr("pallas_kernels.vjp.l2_normalize")  # nothing is activated outside the kernels
+    K, V, cu = 64, 64, [0, 40, 70] if kind == "segment_ids" else [0, 40, 40, 70]
+    ids = np.repeat([2, 0, 3, 0], [40, 2, 30, 3])
+    tokens = np.arange(73) if kind == "cu_seqlens" else np.flatnonzero(ids)
+    T, states = (73, 3) if kind == "cu_seqlens" else (len(ids), 1)
+    packing = plan(*((ids[None], None) if kind == "segment_ids" else (None, jnp.asarray(cu))), T)
+    shapes = [(1, T, *s) for s in ((H, K), (H, K), (HV, V), (HV, K), (HV,), (HV, V))]
+    *projections, do = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
+    parameters = np.array([-1.0, 1.0]), rng.normal(size=(HV, K)), rng.normal(size=(states, HV, K, V)) / 3
+    inputs = [*projections, *(jnp.asarray(x, jnp.float32) for x in parameters)]
+    dstate = jnp.asarray(rng.normal(size=(states, HV, K, V)) / 3, jnp.float32)
+
+    def run(*inputs):
+        *tokens, A_log, dt_bias, state = inputs
+        options = {"packing": packing, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        o, state = kda_raw_mosaic(
+            *select_valid(packing, *tokens),
+            Decay(A_log, dt_bias, lower_bound),
+            scale=0.1,
+            initial_state=state,
+            **options,
+        )
+        return *select_valid(packing, o), state
+
+    def differentiated(*inputs):
+        results, pull = jax.vjp(run, *inputs)
+        return results, pull((do, dstate))
+
+    (o, final_state), got = jax.jit(differentiated)(*inputs)
+    wide = [np.asarray(x.astype(jnp.float32)) for x in (*inputs, do, dstate)]
+    *wide, A_log, dt_bias, state, do, dstate = wide
+    sums = [0.0, 0.0]
+    for n, (start, end) in enumerate(itertools.pairwise(cu)):
+        at, last = tokens[start:end], end == cu[-1]
+        if kind == "cu_seqlens":
+            before, after = state[n : n + 1], dstate[n : n + 1]
+        else:
+            before, after = state * (n == 0), dstate * last
+        options = {"lower_bound": lower_bound, "scale": 0.1, "initial_state": before, "dfinal_state": after}
+        results, want = raw_oracle(*(x[:, at] for x in wide), A_log, dt_bias, do=do[:, at], **options)
+        sums = [total + x for total, x in zip(sums, want[5:7], strict=True)]
+        if kind == "cu_seqlens" or last:
+            own = slice(n, n + 1) if kind == "cu_seqlens" else slice(None)
+            assert_close(final_state[own], results[1], FORWARD["bfloat16"], f"state of sequence {n}")
+        if kind == "cu_seqlens" or n == 0:
+            assert_close(got[7][n : n + 1], want[7], gradient("initial_state", "bfloat16"), f"dS of sequence {n}")
+        if end > start:
+            assert_close(o[:, at], results[0], FORWARD["bfloat16"], f"o of sequence {n}")
+            for name, x, y in zip(RAW, got, want[:5], strict=False):
+                assert_close(x[:, at], y, gradient(name, "bfloat16"), f"{name} of sequence {n}")
+    for name, x, y in zip(RAW[5:], got[5:], sums, strict=False):
+        assert_close(x, y, gradient(name, "bfloat16"), name)
+    outside = np.setdiff1d(np.arange(T), tokens[: cu[-1]])
+    assert not any(x[:, outside].any() for x in (o, *got[:5]))
 
 
 @pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32)])

@@ -73,18 +73,18 @@ class Alignment:
     slot: Int[Array, " A//C"]
     spans: Int[Array, "N 2"]
 
-    def gather(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "1 A *rest"]:
-        """The tokens of x in their aligned positions, zeros between."""
-        return _take(x, self.source)
+    def gather(self, x: Shaped[Array, "1 T *rest"], between: float = 0) -> Shaped[Array, "1 A *rest"]:
+        """The tokens of x in their aligned positions, `between` them where there is none."""
+        return _take(x, self.source, between)
 
     def restore(self, x: Shaped[Array, "1 A *rest"]) -> Shaped[Array, "1 T *rest"]:
         """The tokens of aligned x in their own positions, zeros where a token belongs to no sequence."""
-        return _take(x, self.target)
+        return _take(x, self.target, 0)
 
 
-def _take(x: Array, index: Array) -> Array:
-    """x[:, index], zeros past the end. No index occurs twice, so that the gradient needs no atomic sums."""
-    return x.at[:, index].get(mode="fill", fill_value=0, unique_indices=True)
+def _take(x: Array, index: Array, missing: float) -> Array:
+    """x[:, index], `missing` past the end. No index occurs twice, so that the gradient needs no atomic sums."""
+    return x.at[:, index].get(mode="fill", fill_value=missing, unique_indices=True)
 
 
 def align(cu: CuSeqlens, slot: Int[Array, " T"], chunk_size: int) -> Alignment:
