@@ -71,9 +71,10 @@ def backward_cases() -> Iterator[Case]:
         chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
-        for bound in (None, -5.0):
-            raw, bounded = Raw(Activation(bound, True), dtype, T), " bounded" * (bound is not None)
-            prepare = make_prepare(Problem(qk, v, dtype, bound is not None, raw), inverse=True)
+        for bound, resets in [(None, False), (-5.0, False), (-5.0, True)][: 2 + (K == V)]:
+            raw = Raw(Activation(bound, True, resets), dtype, T)
+            bounded = " bounded" * (bound is not None) + ", resets" * resets
+            prepare = make_prepare(Problem(qk, v, dtype, bound is not None and not resets, raw), inverse=True)
             gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
             yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
             chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5, raw=raw)

@@ -114,14 +114,9 @@ def test_raw_projections(rng, monkeypatch, kind, lower_bound):
 
     def run(*inputs):
         *tokens, A_log, dt_bias, state = inputs
-        options = {"packing": packing, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-        o, state = kda_raw_mosaic(
-            *select_valid(packing, *tokens),
-            Decay(A_log, dt_bias, lower_bound),
-            scale=0.1,
-            initial_state=state,
-            **options,
-        )
+        options = {"scale": 0.1, "packing": packing, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        tokens, decay = select_valid(packing, *tokens), Decay(A_log, dt_bias, lower_bound)
+        o, state = kda_raw_mosaic(*tokens, decay, initial_state=state, **options)
         return *select_valid(packing, o), state
 
     def differentiated(*inputs):
