@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from absl import logging
 from jax import Array
 
 ROUNDS = 15
@@ -49,6 +52,34 @@ def build(function: Callable[..., Any], *arguments: Array | jax.ShapeDtypeStruct
     return Program(compiled, compile_s, memory.temp_size_in_bytes, repeats)
 
 
+Build = Callable[[], Program]
+
+
+def build_all[Key: Hashable](beside: Mapping[Key, Build], alone: Mapping[Key, Build]) -> dict[Key, Program | Exception]:
+    """Every program, or the error of the one that failed; those `beside` in threads, since XLA compiles outside
+    Python's lock, and meanwhile those `alone`, which use the device, one after the other.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {key: pool.submit(_attempt, build) for key, build in beside.items()}
+        results = {key: _attempt(build) for key, build in alone.items()}
+        return results | {key: future.result() for key, future in futures.items()}
+
+
+def built(program: Program | Exception) -> Program:
+    """The program; raises the error that came in its place."""
+    if isinstance(program, Exception):
+        raise program
+    return program
+
+
+def _attempt(build: Build) -> Program | Exception:
+    try:
+        return build()
+    except Exception as error:
+        logging.exception("a program was not built")
+        return error
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A program with its arguments; `calls` calls in a row last `SAMPLE_S` or longer."""
@@ -66,8 +97,9 @@ class Sample:
         return (time.perf_counter() - start) / self.calls / self.program.repeats
 
 
-def warm_up(program: Program, *arguments: Array) -> Sample:
+def warm_up(program: Program | Exception, *arguments: Array) -> Sample:
     """Run twice, the second time to see how long it takes."""
+    program = built(program)
     sample = Sample(program, program.prepare(arguments))
     sample.seconds()
     calls = math.ceil(SAMPLE_S / (sample.seconds() * program.repeats))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench, clock, decoding, metrics, peers, versions
+from experiments import bench, bench_tables, clock, decoding, metrics, peers, versions
 from experiments.decoding import Step
 from experiments.errors import ConfigError
 from experiments.peers import Peer
@@ -32,8 +32,9 @@ def small(monkeypatch):
 
 
 def settings(**flag):
-    given = {"shapes": ["1x24x1"], "decode": None, "gates": ["slow"], "implementations": ["scan"], "dtype": "float32"}
-    return bench.parse(**(given | {"peer_names": ["none"]} | flag))
+    given = {"shapes": ["1x24x1"], "decode": None, "gates": ["slow"], "passes": list(versions.PASSES), "only": ""}
+    given |= {"implementations": ["scan"], "peer_names": ["none"], "dtype": "float32"}
+    return bench.parse(**(given | flag))
 
 
 def raw_peer(q, k, v, x, beta):
@@ -52,15 +53,18 @@ def test_lines_and_table(monkeypatch):
     own = [Version("raw scan", raw_peer, RAW, heads_first=True, peer=True), Version("scan 2", versions_scan, peer=True)]
     table = {"absent": Peer("no_such_module", list), "needs a GPU": Peer("json", list, gpu=True)}
     monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: own)} | table)
-    chosen = settings(peer_names=["all"], gates=["fast", "slow"])
+    chosen = settings(peer_names=["all"], gates=["slow", "fast"])
     assert chosen.peers == ["other"]
     rows = json.loads(json.dumps(list(bench.run(chosen)), allow_nan=False))
     checks, times = rows[:6], rows[6:]
     names = ["scan", "raw scan", "scan 2"]
-    assert [(row["version"], row["gates"]) for row in checks] == [(n, g) for n in names for g in ("fast", "slow")]
+    assert [(row["version"], row["gates"]) for row in checks] == [(n, g) for n in names for g in ("slow", "fast")]
     assert all(0 < error < 1e-5 for row in checks for error in row["relative_rms"].values())
     assert [(row["gates"], row["pass"], row["version"]) for row in times] == [
-        (gate, name, version) for name in versions.PASSES for gate in ("fast", "slow") for version in names
+        (gate, name, version)
+        for name in versions.PASSES
+        for gate, timed in (("slow", names), ("fast", ["scan", "scan 2"]))  # raw inputs with the first gates alone
+        for version in timed
     ]
     for row in times:
         assert (row["B"], row["T"], row["H"], row["K"], row["V"]) == (1, 24, 1, 8, 8)
@@ -70,9 +74,9 @@ def test_lines_and_table(monkeypatch):
         of = {"activated": "scan 2", "raw, bounded": "raw scan"}[row["inputs"]]
         same = [r for r in times if (r["gates"], r["pass"], r["version"]) == (row["gates"], row["pass"], of)]
         assert row["over_fastest_peer"] == pytest.approx(row["median_ms"] / same[0]["median_ms"])
-    lines = bench.table(rows).splitlines()
-    assert len(lines) == 2 + 6
-    assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["1 x 24 x 1", "fast", "scan", "activated"]
+    lines = bench_tables.times(rows).splitlines()
+    assert len(lines) == 2 + 5
+    assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["1 x 24 x 1", "slow", "scan", "activated"]
 
 
 @pytest.mark.parametrize(("gate", "mean"), [("fast", -2.5), ("slow", -0.0772)])
@@ -129,14 +133,18 @@ def test_short_programs_run_several_times_a_sample(monkeypatch):
 
 
 def test_a_promise_is_timed_too():
+    def errors(version):
+        program = versions.build(version, versions.CHECKED, "forward+backward", "float32")
+        return versions.errors(version, program, "fast", "float32")
+
     plain, promised, *raw = versions.ours("chunk")
     assert (plain.name, promised.name) == ("chunk", "chunk g_min=-5")
-    found = versions.errors(promised, "fast", "float32")
-    assert found != versions.errors(plain, "fast", "float32")
-    assert versions.beyond_bounds(found, "float32") == []
+    found = errors(promised)
+    assert found != errors(plain)
+    assert versions.beyond_bounds(promised, found, "float32") == []
     assert [version.kind for version in raw] == ["raw, bounded", "raw, unbounded"]
     for version in raw:
-        assert versions.beyond_bounds(versions.errors(version, "fast", "float32"), "float32") == []
+        assert versions.beyond_bounds(version, errors(version), "float32") == []
 
 
 def test_another_framework(monkeypatch):
@@ -160,7 +168,7 @@ def test_another_framework(monkeypatch):
     ] == [{"o", "final_state"}]
     timed = [row for row in rows if row["version"] == "other" and row["measurement"] == "time"]
     assert [(row["pass"], row["compile_s"], row["temporary_bytes"]) for row in timed] == [("forward", 1.0, 2)]
-    assert bench.table(rows).splitlines()[-1].split("|")[-3].strip() == ""
+    assert bench_tables.times(rows).splitlines()[-1].split("|")[-3].strip() == ""
 
 
 def test_decoding(monkeypatch):
@@ -181,7 +189,7 @@ def test_decoding(monkeypatch):
         moved = 2 * 2 * 8 * 8 * (4 if dtype == "float32" else 2)
         assert row["TB/s"] * row["median_ms"] * 1e9 == pytest.approx(moved)
         assert row["of_copy"] == pytest.approx(found["copy", dtype]["median_ms"] / row["median_ms"])
-    assert len(bench.decode_table(rows).splitlines()) == 2 + 7
+    assert len(bench_tables.decoding(rows).splitlines()) == 2 + 7
 
 
 def test_a_wrong_implementation_is_not_timed(monkeypatch):
@@ -192,10 +200,11 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch):
         return right(q, k, v, g, 1.001 * beta - jax.lax.stop_gradient(0.001 * beta), **options)
 
     monkeypatch.setitem(api._IMPLEMENTATIONS, "chunk", wrong)
-    rows = bench.run(settings(implementations=["chunk"]))
-    assert next(rows)["measurement"] == "check"
-    with pytest.raises(bench.WrongResultError, match=r"chunk, slow gates: .* too large: dbeta 1.0e-03 \(at most 1e-04"):
-        next(rows)
+    rows = list(bench.run(settings(implementations=["chunk"], only="^chunk, ")))
+    assert [row["measurement"] for row in rows] == ["check", "check"]
+    assert (
+        "WrongResultError: chunk, slow gates: relative RMS too large: dbeta 1.0e-03 (at most 1e-04)" in rows[1]["error"]
+    )
 
 
 def test_a_wrong_peer_is_left_out(monkeypatch):
@@ -216,9 +225,29 @@ def test_a_version_that_fails_says_so():
     def fail(*_):
         raise MemoryError("too\nlarge")
 
-    rows = list(bench.measure([Version("failing", fail)], (1, 8, 1), ["slow"], "float32"))
+    failing, chosen = Version("failing", fail), settings(shapes=["1x8x1"])
+    programs = bench.build([failing], [], chosen)
+    rows = list(bench.measure([failing], programs, (1, 8, 1), chosen))
     assert [row["error"] for row in rows] == ["MemoryError: too large"] * 2
-    assert bench.table(rows).count("failed") == 2
+    assert bench_tables.times(rows).count("failed") == 2
+    [row] = bench._right([failing], functools.partial(bench.check, programs=programs, settings=chosen))
+    assert (row["measurement"], row["error"]) == ("check", "MemoryError: too large")
+
+
+def test_attention_that_cannot_run_says_so():
+    chosen = settings(passes=["forward"])
+    [row] = bench.attention(bench.build([bench.ATTENTION], [], chosen), (1, 24, 1), chosen)
+    assert "cudnn" in row["error"].lower()
+
+
+def test_a_part_is_measured():
+    rows = list(bench.run(settings(implementations=["chunk"], passes=["forward"], only="raw, un")))
+    assert [(row["measurement"], row["version"], row["inputs"]) for row in rows] == [
+        ("check", "chunk raw", "raw, unbounded"),
+        ("time", "chunk raw", "raw, unbounded"),
+    ]
+    assert set(rows[0]["relative_rms"]) == {"o", "final_state"}
+    assert rows[1]["pass"] == "forward"
 
 
 def test_ceilings_count_bytes_and_operations():
@@ -235,6 +264,8 @@ def test_ceilings_count_bytes_and_operations():
         ({"decode": ["64"]}, "--decode: '64' is not SEQUENCESxHEADS with positive"),
         ({"gates": ["fast", "weak"]}, "--gates=fast,weak: give some of fast, slow"),
         ({"gates": []}, "--gates=: give some of"),
+        ({"passes": ["backward"]}, r"--passes=backward: give some of forward, forward\+backward"),
+        ({"only": "("}, r"--only=\(: not a regular expression"),
         ({"implementations": ["chnk"]}, "--implementations=chnk: .*'scan'.*got 'chnk'"),
         ({"implementations": ["chunk", "mosaic_gpu"]}, "--implementations=chunk,mosaic_gpu: .*mosaic_gpu"),
         ({"peer_names": ["tokamx"]}, "--peers: no peer 'tokamx'"),
