@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -84,6 +85,25 @@ def load_ends(ref: Any, offset: int, *, interpret: bool) -> jax.Array:
         return rg.wrap(registers, columns)
 
     return piece(ref)
+
+
+def store_alternating(ref: Any, x: jax.Array, which: int, *, interpret: bool) -> None:
+    """Groups of eight rows of x [64, n], 16-bit, to every other group of eight rows of ref [128, n], the first to group
+    `which`. ref: a `tile` of n channels.
+    """
+    if interpret:
+        for i in range(0, rg.ROWS, 8):
+            ref[pl.ds(2 * i + 8 * which, 8)] = x[i : i + 8]
+        return
+    swizzle = 2 * x.shape[1]
+    transforms = (plgpu.TilingTransform((8, x.shape[1])), plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), LAYOUT))
+    def piece(_, ref, x):
+        groups = utils.memref_slice(utils.memref_unfold(ref, 0, (None, 2)), (slice(None), which))
+        x.store_tiled(groups, swizzle=swizzle)
+
+    piece(ref, x)
 
 
 def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:

@@ -28,21 +28,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fragments as fr
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.activation import EPSILON, LOG2E, Activation
+from pallas_kernels.inputs import CHUNK, GROUP, Parameters, Raw, reader
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed, iota, zeros
 
-CHUNK = rg.ROWS
-GROUP = 32  # channels a pass over the scores: what the registers hold
 f32, i32 = jnp.float32, jnp.int32
 # rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed
 # over the whole chunk. The first row is never read as one: it has dt_bias.
 BIAS, BEFORE, AFTER, WHOLE, TABLE = 0, 4, 8, 12, 16
-
-
-def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=rg.LAYOUT)
 
 
 def _choose(index: jax.Array, options: dict[int, jax.Array]) -> jax.Array:
@@ -106,23 +100,6 @@ def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interp
     return within.finish(own, interpret), between
 
 
-class Raw(NamedTuple):
-    """What `prepare` knows of raw inputs. tokens: behind them the state stays as it is, whatever the decay of zeros."""
-
-    activation: Activation
-    gate: Any  # the dtype of g_raw
-    tokens: int
-
-
-def _inverse_norms(ref: Any) -> jax.Array:
-    """Of every row of ref [64, K], as an array [64, GROUP]."""
-    total = zeros(GROUP)
-    for start in range(0, ref.shape[1], GROUP):
-        x = _load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
-        total = total + x * x
-    return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))
-
-
 def make_prepare(
     q_shape: tuple[int, ...],
     v_shape: tuple[int, ...],
@@ -168,22 +145,11 @@ def make_prepare(
         plgpu.commit_smem()
         plgpu.barrier_wait(loaded)
 
-        if raw is None:
-
-            def read(cs: Any) -> tuple[jax.Array, ...]:
-                return *(_load(x.at[:, cs]).astype(f32) for x in (qs, ks)), jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
-        else:
+        given_decay = None
+        if raw is not None:
             beta_rows = raw.activation.strength(beta_rows)
-            speed, norms = jnp.exp(parameters[0][h]), (_inverse_norms(qs), _inverse_norms(ks))
-
-            def read(cs: Any) -> tuple[jax.Array, ...]:
-                bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
-                x = _load(gs.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
-                decay = raw.activation.decay(x, speed)
-                if raw.tokens % CHUNK:
-                    decay = jnp.where(iota(0, GROUP) + n * CHUNK < raw.tokens, decay, jnp.ones_like(decay))
-                return *(_load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((qs, ks), norms, strict=True)), decay
-
+            given_decay = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS])
+        read = reader(qs, ks, gs, n * CHUNK, raw, given_decay)
         tiles = Tiles(qs, ks, kUs, ends, operand)
         (q_own, k_own), between = scores(tiles, read, (Dense if bounded else Exact)(dtype), emulated)
         plgpu.commit_smem()

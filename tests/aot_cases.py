@@ -13,7 +13,9 @@ from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode
-from pallas_kernels.prepare import Raw, make_prepare
+from pallas_kernels.fused import make_fused
+from pallas_kernels.inputs import Raw
+from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
@@ -33,9 +35,14 @@ def cases() -> Iterator[Case]:
         for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
             yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
             raw = Raw(Activation(-5.0 if bounded else None, True), dtype, T)
-            kernel = make_prepare(qk, v, dtype, bounded=bounded, raw=raw)
             gates = [(qk, dtype), ((B, T, H), f32), ((H,), f32), ((H, K), f32)]
-            yield f"prepare {label}" + " bounded" * bounded + " raw", kernel, [*inputs[:3], *gates]
+            kernels = {"prepare": make_prepare(qk, v, dtype, bounded=bounded, raw=raw)}
+            if V <= 128:
+                kernels["fused"] = make_fused(qk, v, dtype, scale=1.0, bounded=bounded, raw=raw)
+                fused = make_fused(qk, v, dtype, scale=1.0, bounded=bounded, has_state=True)
+                yield f"fused {label}" + " bounded" * bounded, fused, [*inputs, ((B, H, K, V), f32)]
+            for name, kernel in kernels.items():
+                yield f"{name} {label}" + " bounded" * bounded + " raw", kernel, [*inputs[:3], *gates]
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)

@@ -66,6 +66,16 @@ def test_a_sequence_in_pieces(rng, decay):
     check(inputs(rng, decay, T=200, H=1, HV=2, K=64, V=64), Config(pieces=3))
 
 
+@pytest.mark.parametrize(("decay", "g_min"), [("slow", None), ("mixed", None), ("slow", -5.0), ("saturated", -5.0)])
+def test_one_kernel(rng, decay, g_min):
+    """More chunks than stages, a ragged end, two warpgroups that scan."""
+    check(inputs(rng, decay, T=200, H=1, HV=2, K=64, V=128), Config(fused=True), g_min)
+
+
+def test_one_kernel_with_one_warpgroup_that_scans(rng):
+    check(inputs(rng, "slow", T=40, H=1, HV=2, K=128, V=64), Config(fused=True))
+
+
 def test_float16_through_the_public_function(rng):
     *arrays, state = inputs(rng, "slow", T=64, H=1, HV=1, K=64, V=64, dtype=jnp.float16)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
@@ -114,7 +124,8 @@ def test_config_checks_itself():
         with pytest.raises(ValueError, match="must be"):
             Config(**bad)
     assert default_config(32, 128, 1024) == Config(warpgroups=1, stages=3)
-    assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2)
-    assert default_config(256, 64, 64).warpgroups == 1
+    assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2, fused=True)
+    assert default_config(256, 64, 64) == Config(fused=True)
+    assert default_config(96, 256, 64) == default_config(140, 128, 64) == Config(warpgroups=2, stages=2)
     assert default_config(4, 128, 1024).pieces == 16
     assert default_config(4, 128, 128).pieces == default_config(16, 128, 1024).pieces == 1

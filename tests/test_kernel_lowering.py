@@ -27,13 +27,14 @@ def test_lowers_at_any_length(T):
     """The copies move rows in groups of eight: a length that is no multiple of that once did not lower."""
     qk, v = ((2, T, 2, 128), jnp.bfloat16), ((2, T, 4, 128), jnp.bfloat16)
     shapes = [qk, qk, v, ((2, T, 4, 128), jnp.float32), ((2, T, 4), jnp.float32), ((2, 4, 128, 128), jnp.float32)]
-    function = functools.partial(forward, scale=1.0, g_min=None, config=Config())
-    assert lower_shapes(lambda *x: function(x[:5], x[5]), shapes).count("custom_call @mosaic_gpu") == 2
+    for config, kernels in ((Config(), 2), (Config(fused=True), 1)):
+        run = functools.partial(lambda config, *x: forward(x[:5], x[5], scale=1.0, g_min=None, config=config), config)
+        assert lower_shapes(run, shapes).count("custom_call @mosaic_gpu") == kernels
 
 
-@pytest.mark.parametrize("heads", [2, 64])
-def test_the_public_function_lowers_partitioned(heads):
-    """Split and whole; the interpreter's tests pass the partitioning by."""
+@pytest.mark.parametrize(("heads", "kernels"), [(2, 3), (64, 2), (96, 1)])
+def test_the_public_function_lowers_partitioned(heads, kernels):
+    """In pieces, whole, and in one kernel; the interpreter's tests pass the partitioning by."""
     T = 32768
     qk, gate = ((1, T, heads, 64), jnp.bfloat16), ((1, T, heads, 64), jnp.float32)
     shapes = [qk, qk, qk, gate, (gate[0][:3], jnp.float32), ((1, heads, 64, 64), jnp.float32)]
@@ -45,4 +46,4 @@ def test_the_public_function_lowers_partitioned(heads):
     text = lower_shapes(jax.grad(loss, tuple(range(6))), shapes)
     assert text.count("custom_call @mosaic_gpu") == 3  # the backward's; nothing of the forward is kept
     text = lower_shapes(lambda *x: kda_mosaic(*x[:5], scale=1.0, initial_state=x[5]), shapes)
-    assert text.count("custom_call @mosaic_gpu") == (3 if heads == 2 else 2)
+    assert text.count("custom_call @mosaic_gpu") == kernels

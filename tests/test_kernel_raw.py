@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
+from pallas_kernels.config import Config
 from pallas_kernels.vjp import kda_raw_mosaic
 
 NAMES = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
@@ -60,3 +61,14 @@ def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
     bounds["A_log"] *= max(1, cancelled(expected[5], raw, initial_state=state, **options, **cotangents))
     for name, x, y in zip(NAMES, gradients, expected, strict=True):
         assert_close(x, y, bounds[name], name)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_one_kernel(rng, lower_bound):
+    *inputs, A_log, dt_bias, _ = draw(rng)
+    options = {"config": Config(fused=True), "interpret": plgpu.InterpretGPUParams()}
+    run = jax.jit(lambda *x: kda_raw_mosaic(*x, Decay(A_log, dt_bias, lower_bound), scale=0.1, **options))
+    raw = [np.asarray(x.astype(jnp.float32)) for x in (*inputs, A_log, dt_bias)]
+    want = reference.kda_raw(*raw, lower_bound=lower_bound, scale=0.1)
+    for name, x, y in zip(("o", "final_state"), run(*inputs), want, strict=True):
+        assert_close(x, y, FORWARD["bfloat16"], name)
