@@ -2,13 +2,15 @@
 
     python -m experiments.bench [--shapes=1x1024x4,...] [--gates=slow,fast] [--passes=forward,forward+backward]
         [--implementations=chunk,...] [--peers=all|none|jax-linear-attention,tokamax,...] [--only=REGEX]
-        [--decode=1x32,...] [--dtype=float32|bfloat16] [--output=FILE.jsonl]
+        [--decode=1x32,...] [--dtype=float32|bfloat16] [--queue=FILE] [--output=FILE.jsonl]
 
 First all programs are compiled, side by side. What is checked is what is timed: the program for o and the final state,
-and the one with the gradients of q, k, v, g and beta for a random cotangent of o. A line of JSON is one measurement
-and the first says of what; tables end the run. Versions take turns, so that a drift of the machine meets all alike. On
-a GPU the ceilings of copying and of matrix products, causal attention by cuDNN and decoding are measured too. Peers
-that run in PyTorch share the GPU's memory with JAX only where XLA_PYTHON_CLIENT_PREALLOCATE=false.
+and the one with the gradients of q, k, v, g and beta for a random cotangent of o; over 256 tokens, with the heads of
+the first shape. A line of JSON is one measurement and the first says of what; tables end the run. Versions take turns,
+so that a drift of the machine meets all alike. On a GPU the ceilings of copying and of matrix products, causal
+attention by cuDNN and decoding are measured too. Peers that run in PyTorch share the GPU's memory with JAX only where
+XLA_PYTHON_CLIENT_PREALLOCATE=false. Compiling takes longest: several runs, each of some shapes, compile side by side
+and measure one after the other where they are given the same --queue.
 """
 
 import dataclasses
@@ -21,11 +23,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags, logging
-from jax import Array
 
-from experiments import bench_tables, clock, decoding, metrics, peers, versions
+from experiments import bench_tables, ceilings, clock, decoding, metrics, peers, versions
 from experiments.commands import Row, WrongResultError, one_line, read_flags, record
 from experiments.errors import ConfigError
 from experiments.versions import Shape, Version
@@ -39,14 +39,16 @@ _ONLY = flags.DEFINE_string("only", "", "Regular expression, searched in what is
 _DECODE = flags.DEFINE_list("decode", None, "SEQUENCESxHEADS,...; by default none on a CPU, five sizes on a GPU.")
 _IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, "Of kda_jax.kda; by default the fastest that runs.")
 _PEERS = flags.DEFINE_list("peers", ["all"], "all (that are installed), none, or names.")
+_QUEUE = flags.DEFINE_string("queue", None, "A file at which runs wait for one another, for which it is made.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of q, k, v and o; by default float32 on a CPU, bfloat16 on a GPU.")
 
 SHAPES = {
     "cpu": ["1x1024x4"],
     "gpu": ["1x8192x32", "1x65536x32", "4x4096x64", "1x8192x96", "2x16384x16", "1x1024x32"],
 }
-Programs = Mapping[Any, clock.Program | Exception]
 DECODE = {"cpu": [], "gpu": ["1x32", "8x32", "64x32", "256x32", "1024x32"]}
+
+Programs = Mapping[Any, clock.Program | Exception]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Settings:
     peers: Sequence[str]
     only: str
     dtype: str
+
+    @property
+    def checked(self) -> Shape:
+        """What is checked; some peers compile for a number of heads, and that of a timed shape costs nothing more."""
+        return (*versions.CHECKED, self.shapes[0][2])
 
 
 def parse(
@@ -95,7 +102,7 @@ def parse(
         if reason := versions.refusal(name, dtype):
             raise ConfigError(f"--implementations={','.join(implementations)}: {reason}")
     backend = "gpu" if gpu else "cpu"
-    texts = shapes or SHAPES[backend]
+    texts = SHAPES[backend] if shapes is None else shapes
     sizes = [(B, T, H) for B, T, H in (_numbers("shapes", text, "BxTxH", "1x1024x4") for text in texts)]
     texts = DECODE[backend] if decode is None else decode
     steps = [(N, H) for N, H in (_numbers("decode", text, "SEQUENCESxHEADS", "64x32") for text in texts)]
@@ -119,41 +126,55 @@ def header(settings: Settings) -> Row:
     }
 
 
-def run(settings: Settings) -> Iterator[Row]:
-    """Every measurement, as it is made; what fails or is wrong says so in its line, and the rest goes on."""
-    known = [version for name in settings.implementations for version in versions.ours(name)]
-    known += yield from _of_peers(settings.peers, peers.versions)
+def run(settings: Settings, wait: Callable[[], None] = lambda: None) -> Iterator[Row]:
+    """Every measurement, as it is made; what fails or is wrong says so in its line, and the rest goes on.
+
+    wait: is called between compiling and measuring.
+    """
+    known = []
+    if settings.shapes:
+        known += [version for name in settings.implementations for version in versions.ours(name)]
+        known += yield from _of_peers(settings.peers, peers.versions)
     known = [version for version in known if re.search(settings.only, _label(version))]
     known = [version for version in known if set(version.passes) & set(settings.passes)]
     steps = [*decoding.ours(), *(yield from _of_peers(settings.peers, peers.steps))] if settings.decode else []
     gpu = jax.default_backend() == "gpu"
-    programs = build([*known, ATTENTION] if gpu else known, steps, settings)
+    programs = yield from build(known, steps, settings, gpu)
+    wait()
     known = yield from _right(known, functools.partial(check, programs=programs, settings=settings))
     steps = yield from _right(steps, functools.partial(check_step, programs=programs, settings=settings))
     if gpu:
-        yield from ceilings()
+        yield from ceilings.measure(programs)
     for shape in settings.shapes:
-        if gpu:
-            yield from attention(programs, shape, settings)
         yield from measure(known, programs, shape, settings)
+        if gpu:
+            yield from ceilings.attention(programs, shape, settings.passes, settings.dtype)
     for size in settings.decode:
         yield from decoding.measure(steps, programs, size, settings.dtype)
 
 
-def build(ways: Sequence[Version], steps: Sequence[decoding.Step], settings: Settings) -> Programs:
-    """The programs of all that is checked and timed."""
-    beside: dict[Any, clock.Build] = {}
+def build(
+    ways: Sequence[Version], steps: Sequence[decoding.Step], settings: Settings, with_ceilings: bool
+) -> Generator[Row, None, Programs]:
+    """The programs of all that is checked and timed, each with a line as it is ready."""
+    beside: dict[Any, clock.Build] = dict(ceilings.builds()) if with_ceilings else {}
     alone: dict[Any, clock.Build] = {}
-    for way in ways:
+    for way in [*ways, ceilings.ATTENTION] if with_ceilings else ways:
         names = [name for name in settings.passes if name in way.passes]
-        for shape, name in [*itertools.product(settings.shapes, names), *((versions.CHECKED, n) for n in names[-1:])]:
+        shapes = [(settings.checked, name) for name in names[-1:]] if way in ways else []
+        for shape, name in [*shapes, *itertools.product(settings.shapes, names)]:
             task = functools.partial(versions.build, way, shape, name, settings.dtype)
             (beside if way.build is None else alone)[way, shape, name] = task
     for step in (*decoding.copies(), *steps):
         for size in (decoding.CHECKED, *settings.decode) if settings.decode else ():
             task = functools.partial(decoding.build, step, size, settings.dtype)
             (beside if step.build is None else alone)[step, size] = task
-    return clock.build_all(beside, alone)
+    programs = {}
+    for key, program in clock.build_all(beside, alone):
+        programs[key] = program
+        result = {"error": one_line(program)} if isinstance(program, Exception) else {"compile_s": program.compile_s}
+        yield {"measurement": "build", **_what(key), **result}
+    return programs
 
 
 def _of_peers[Way: (Version, decoding.Step)](
@@ -186,9 +207,9 @@ def _right[Way: (Version, decoding.Step)](
 def check(version: Version, programs: Programs, settings: Settings) -> Iterator[Row]:
     """The errors of a version; raises WrongResultError where it is not the recurrence."""
     name = [name for name in settings.passes if name in version.passes][-1]
-    program = clock.built(programs[version, versions.CHECKED, name])
+    program = clock.built(programs[version, settings.checked, name])
     for gate in settings.gates:
-        errors = versions.errors(version, program, gate, settings.dtype)
+        errors = versions.errors(version, program, settings.checked, gate, settings.dtype)
         yield {"measurement": "check", **_who(version), "gates": gate, "relative_rms": errors}
         _refuse(f"{version.name}, {gate} gates", versions.beyond_bounds(version, errors, settings.dtype))
 
@@ -211,7 +232,7 @@ def measure(known: Sequence[Version], programs: Programs, shape: Shape, settings
     What a version is compared with is the fastest peer of its kind. Raw inputs come with the first gates alone.
     """
     for name, gate in itertools.product(settings.passes, settings.gates):
-        what = {"measurement": "time", **_sizes(shape), "gates": gate, "pass": name}
+        what = {"measurement": "time", **versions.sizes(shape), "gates": gate, "pass": name}
         inputs = versions.draw(shape, gate, settings.dtype)
         samples = {}
         for version in known:
@@ -225,43 +246,18 @@ def measure(known: Sequence[Version], programs: Programs, shape: Shape, settings
         for version, row in times.items():
             peers = [t["median_ms"] for other, t in times.items() if other.peer and other.kind == version.kind]
             ratio = row["median_ms"] / min(peers) if peers else None
-            program = samples[version].program
-            cost = {"temporary_bytes": program.temporary_bytes, "compile_s": program.compile_s}
+            cost = {"temporary_bytes": samples[version].program.temporary_bytes}
             yield {**what, **_who(version), **row, "over_fastest_peer": ratio, **cost}
 
 
-def ceilings(elements: int = 2**28, side: int = 8192) -> Iterator[Row]:
-    """Bytes read and written a second by an elementwise copy, and operations a second of a bfloat16 matrix product."""
-    a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
-    copied = jnp.arange(elements, dtype=jnp.int32)
-    amounts = {"copy, TB/s": 2 * copied.nbytes, "bfloat16 matrix product, TFLOP/s": 2 * side**3}
-    copy = clock.warm_up(clock.build(lambda x: x + 1, copied), copied)
-    product = clock.warm_up(clock.build(jnp.matmul, a, b), a, b)
-    for name, times in clock.interleave(dict(zip(amounts, (copy, product), strict=True))).items():
-        yield {"measurement": "ceiling", "version": name, **times, "rate": amounts[name] / times["median_ms"] / 1e9}
-
-
-def _attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return o, jnp.zeros(())  # for the state
-
-
-ATTENTION = Version("cuDNN attention", _attend, ("q", "k", "v"))
-
-
-def attention(programs: Programs, shape: Shape, settings: Settings) -> Iterator[Row]:
-    """Causal softmax attention of the same heads by cuDNN: where KDA overtakes it."""
-    inputs = versions.arguments(ATTENTION, versions.draw(shape, settings.gates[0], settings.dtype))
-    for name in settings.passes:
-        row = {"measurement": "attention", **_sizes(shape), "pass": name, "version": ATTENTION.name, "peer": True}
-        try:
-            yield row | clock.interleave({name: clock.warm_up(programs[ATTENTION, shape, name], *inputs)})[name]
-        except Exception as error:
-            yield row | {"error": one_line(error)}
-
-
-def _sizes(shape: Shape) -> Row:
-    return dict(zip("BTHKV", (*shape, versions.CHANNELS, versions.CHANNELS), strict=True))
+def _what(key: Any) -> Row:
+    """Of which a program is: of a ceiling, a version with a shape and a pass, or a step with a size."""
+    if isinstance(key, str):
+        return {"version": key, "peer": True}
+    if isinstance(key[0], Version):
+        version, shape, name = key
+        return {**_who(version), **versions.sizes(shape), "pass": name}
+    return decoding.what(*key)
 
 
 def _label(version: Version) -> str:
@@ -278,12 +274,16 @@ def main(argv: list[str]) -> None:
     def plan() -> tuple[Row, Iterator[Row]]:
         what = _SHAPES.value, _DECODE.value, _GATES.value, _PASSES.value
         settings = parse(*what, _IMPLEMENTATIONS.value, _PEERS.value, _ONLY.value, _DTYPE.value)
-        return header(settings), run(settings)
+        try:
+            wait = clock.queue(_QUEUE.value)
+        except OSError as error:
+            raise ConfigError(f"--queue={_QUEUE.value}: {error.strerror}; give a file that can be written") from error
+        return header(settings), run(settings, wait)
 
     rows = record(argv, plan)
-    print(bench_tables.times(rows))
-    if any(row["measurement"] == "decode" for row in rows):
-        print(bench_tables.decoding(rows))
+    for measurement, table in (("time", bench_tables.times), ("decode", bench_tables.decoding)):
+        if any(row["measurement"] == measurement for row in rows):
+            print(table(rows))
     if failed := {row["version"] for row in rows if "error" in row and not row["peer"]}:
         sys.exit(f"error: {', '.join(sorted(failed))}: failed or wrong, see the lines with an error")
 

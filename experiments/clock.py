@@ -1,12 +1,13 @@
 """The speed of compiled programs, measured in turns."""
 
 import dataclasses
+import fcntl
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -55,14 +56,29 @@ def build(function: Callable[..., Any], *arguments: Array | jax.ShapeDtypeStruct
 Build = Callable[[], Program]
 
 
-def build_all[Key: Hashable](beside: Mapping[Key, Build], alone: Mapping[Key, Build]) -> dict[Key, Program | Exception]:
-    """Every program, or the error of the one that failed; those `beside` in threads, since XLA compiles outside
-    Python's lock, and meanwhile those `alone`, which use the device, one after the other.
+def build_all[Key: Hashable](
+    beside: Mapping[Key, Build], alone: Mapping[Key, Build]
+) -> Iterator[tuple[Key, Program | Exception]]:
+    """Every program as it is ready, or the error of the one that failed; those `beside` in threads, since XLA compiles
+    outside Python's lock, and meanwhile those `alone`, which use the device, one after the other.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {key: pool.submit(_attempt, build) for key, build in beside.items()}
-        results = {key: _attempt(build) for key, build in alone.items()}
-        return results | {key: future.result() for key, future in futures.items()}
+        futures = {pool.submit(_attempt, build): key for key, build in beside.items()}
+        for key, build in alone.items():
+            yield key, _attempt(build)
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def queue(path: str | None) -> Callable[[], None]:
+    """Stand in line, at a file, with other processes that build; the function returned waits until none of them builds
+    and none measures, and then lets none do so before this process ends. Without a file it does not wait.
+    """
+    if path is None:
+        return lambda: None
+    file = os.open(path, os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return lambda: fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def built(program: Program | Exception) -> Program:

@@ -122,15 +122,15 @@ def measure(
         try:
             samples[step] = clock.warm_up(programs[step, size], *states[step.state])
         except Exception as error:
-            yield {**_what(step, size), "error": one_line(error)}
+            yield {"measurement": "decode", **what(step, size), "error": one_line(error)}
     times = clock.interleave(samples)
     floor = {step.state: row["median_ms"] for step, row in times.items() if step in copies()}
     for step, row in times.items():
         moved = 2 * states[step.state][0].nbytes
         speeds = {"TB/s": moved / row["median_ms"] / 1e9, "of_copy": floor[step.state] / row["median_ms"]}
-        yield {**_what(step, size), **row, **speeds}
+        yield {"measurement": "decode", **what(step, size), **row, **speeds}
 
 
-def _what(step: Step, size: Size) -> dict[str, Any]:
-    what = {"version": step.name, "peer": step.peer, "state": step.state}
-    return {"measurement": "decode", "sequences": size[0], "H": size[1], **what}
+def what(step: Step, size: Size) -> dict[str, Any]:
+    """They two, in a line."""
+    return {"version": step.name, "peer": step.peer, "state": step.state, "sequences": size[0], "H": size[1]}

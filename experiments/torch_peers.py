@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,7 +125,7 @@ def _starts(B: int, T: int) -> torch.Tensor:
 
 
 def cudnn_frontend() -> list[Version]:
-    """Its kernels for Hopper: either forward, in CUDA (from raw inputs too) or CuTe, before the backward in CUDA."""
+    """Its kernels for Hopper: a forward in CUDA (from raw inputs too) and one in CuTe, if installed; a backward."""
     from cudnn.linear_attention.ops import kimi_delta_attention
 
     def run(plan: str, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -157,6 +158,6 @@ def cudnn_frontend() -> list[Version]:
     cuda = "kda_hopper_cuda"
     plans = [
         version(f"cuDNN {plan}", functools.partial(run, plan), ACTIVATED, functools.partial(both, plan))
-        for plan in (cuda, "kda_hopper")
+        for plan in ((cuda, "kda_hopper") if importlib.util.find_spec("cutlass") else (cuda,))
     ]
     return [*plans, dataclasses.replace(version(f"cuDNN {cuda}", raw, BOUNDED), passes=("forward",))]
