@@ -56,6 +56,8 @@ def _build(functions: Mapping[str, Run], name: str, *arguments: Array) -> Progra
     program.wait(results)
     own = sum(x.nbytes for x in results)
     temporary = max(torch.cuda.max_memory_allocated() - before - own, 0)
+    del results
+    torch.cuda.empty_cache()  # for JAX, and for runs beside this one
     return dataclasses.replace(program, compile_s=compile_s, temporary_bytes=temporary)
 
 
