@@ -39,7 +39,7 @@ f32 = jnp.float32
 def latent_attention(
     q: jax.Array, latents: jax.Array, window: jax.Array, *, value_channels: int, scale: float, interpret: Any = None
 ) -> jax.Array:
-    """o [B, H, R] in q's dtype; q [B, H, C], latents [B, S, C], window [B, 2] int32 (start, stop), 0 for an empty one.
+    """o [B, H, R] in q's dtype; q [B, H, C], latents [B, S, C], window [B, 2] integers (start, stop); 0 for none.
 
     The inputs must be supported (`support.unsupported_latents_reason`).
     """
@@ -51,7 +51,7 @@ def latent_attention(
     run = make_latent_attention(
         (B, groups, heads), (S, C), value_channels, q.dtype, parts=parts, scale=scale, interpret=interpret
     )
-    return merge(*run(window, q, latents))[:, :H].astype(q.dtype)
+    return merge(*run(window.astype(jnp.int32), q, latents))[:, :H].astype(q.dtype)
 
 
 def merge(o: jax.Array, largest: jax.Array, weight: jax.Array) -> jax.Array:
