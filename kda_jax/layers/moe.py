@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kda_jax.layers.inputs import check_inputs, zero_padding
 from kda_jax.layers.mlp import Activation, GatedMLP, swiglu
 from kda_jax.layers.norm import EPSILON
+from kda_jax.ops.grouped_product import grouped_product
 from kda_jax.ops.types import SegmentIds, state_dtype
 
 
@@ -149,7 +150,7 @@ class Experts(nnx.Module):
         """The first sizes[0] rows through the first expert, the next sizes[1] through the second, and so on."""
         weights = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
         x, gate, up, down = nnx.nn.dtypes.promote_dtype((x, *weights), dtype=self.dtype)
-        product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+        product = functools.partial(grouped_product, sizes=sizes)
         return product(self.activation(product(x, gate), product(x, up)), down)
 
 
