@@ -18,6 +18,16 @@ STEP_DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("bfloat16", "float32")
 STEP_ROWS = 2**16 - 1  # blocks along an axis of CUDA's grid
 
+# Of attention to latents.
+LATENT_PLACES = 64  # of a cache, or a multiple
+LATENT_CHANNELS = 640  # for two steps of 64 places in shared memory
+LATENT_VALUES = 512  # for the registers
+
+# Of grouped products.
+GROUP_ROWS = 8  # of all groups together, or a multiple
+GROUP_CHANNELS = 128  # or a multiple
+GROUPS = 1024  # the search for a block's group is unrolled
+
 
 def unsupported_reason(
     q: jax.Array,
@@ -66,6 +76,42 @@ def unsupported_step_reason(
             return f"the number of {kind} channels must be one of {STEP_CHANNELS}, got {channels}"
     if not 0 < state.shape[0] <= STEP_ROWS:
         return f"the number of sequences must be 1 to {STEP_ROWS}, got {state.shape[0]}"
+    return None
+
+
+def unsupported_latents_reason(
+    q: jax.Array, latents: jax.Array, value_channels: int, *, platform: str | None = None
+) -> str | None:
+    """Why `attend_latents_mosaic` cannot run on these arrays, or None; platform as above."""
+    if platform != "hopper" and (reason := _unsupported_device()):
+        return reason
+    (rows, heads, channels), places = q.shape, latents.shape[1]
+    if q.dtype != latents.dtype or jnp.dtype(q.dtype).name not in DTYPES:
+        return f"q and latents must share a dtype of {DTYPES}, got {q.dtype}, {latents.dtype}"
+    if channels % 16 or channels > LATENT_CHANNELS:
+        return f"the number of channels must be a multiple of 16, at most {LATENT_CHANNELS}, got {channels}"
+    if value_channels % 64 or value_channels > LATENT_VALUES:
+        return f"value_channels must be a multiple of 64, at most {LATENT_VALUES}, got {value_channels}"
+    if places % LATENT_PLACES:
+        return f"the number of places must be a multiple of {LATENT_PLACES}, got {places}"
+    if not 0 < rows <= STEP_ROWS or 0 in (heads, places):
+        return f"rows must be 1 to {STEP_ROWS}, with heads and places, got {rows} rows, {heads=}, {places=}"
+    return None
+
+
+def unsupported_groups_reason(x: jax.Array, weights: jax.Array, *, platform: str | None = None) -> str | None:
+    """Why `grouped_product_mosaic` cannot run on these arrays, or None; platform as above."""
+    if platform != "hopper" and (reason := _unsupported_device()):
+        return reason
+    if x.dtype != weights.dtype or jnp.dtype(x.dtype).name not in DTYPES:
+        return f"x and weights must share a dtype of {DTYPES}, got {x.dtype}, {weights.dtype}"
+    groups, *channels = weights.shape
+    if any(n % GROUP_CHANNELS for n in channels) or 0 in channels:
+        return f"the numbers of channels must be multiples of {GROUP_CHANNELS}, got {channels}"
+    if not 0 < groups <= GROUPS:
+        return f"the number of groups must be 1 to {GROUPS}, got {groups}"
+    if len(x) % GROUP_ROWS or not len(x):
+        return f"the number of rows must be a positive multiple of {GROUP_ROWS}, got {len(x)}"
     return None
 
 

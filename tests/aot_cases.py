@@ -15,6 +15,7 @@ from pallas_kernels.config import Config
 from pallas_kernels.decode import decode
 from pallas_kernels.fused import make_fused
 from pallas_kernels.inputs import Problem, Raw
+from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
@@ -53,6 +54,7 @@ def cases() -> Iterator[Case]:
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()
     yield from decode_cases()
+    yield from latent_cases()
 
 
 def backward_cases() -> Iterator[Case]:
@@ -95,3 +97,16 @@ def decode_cases() -> Iterator[Case]:
         inputs = [((B, H, K), dtype), ((B, H, K), dtype), ((B, H, V), dtype), ((B, H, K), dtype), ((B, H), dtype)]
         parameters = [((H,), f32), ((H, K), f32)]
         yield f"decode {K} {V}, {jnp.dtype(state).name} state", step, [*inputs, ((B, H, K, V), state), *parameters]
+
+
+def latent_cases() -> Iterator[Case]:
+    """A small model's latents, Kimi Linear's with all its heads, and the widest."""
+    B, S = 64, 4096
+    for dtype, H, R, C in (
+        (jnp.bfloat16, 16, 256, 288),
+        (jnp.bfloat16, 32, 512, 576),
+        (jnp.float16, 96, 512, 640),
+    ):
+        attend = functools.partial(latent_attention, value_channels=R, scale=1.0)
+        inputs = [((B, H, C), dtype), ((B, S, C), dtype), ((B, 2), jnp.int32)]
+        yield f"latents {jnp.dtype(dtype).name} {H} {C}", attend, inputs
