@@ -43,16 +43,18 @@ def make_scan(
     config: Config,
     has_state: bool = False,
     outputs: bool = True,
+    every: int = 0,
     interpret: Any = None,
 ) -> Any:
     """The kernel (spans [N, 3] int32, qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64,
-    K] float32, state [N, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [N, HV, K, V] float32.
+    K] float32, state [N, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [N, HV, K, V] float32; where
+    `every` is not 0 also the states behind so many chunks of a row each, and behind its last, [B, n, HV, K, V] float32.
 
     A span is a row of the batch, its first chunk there and its number of chunks. V must be a multiple of the values of
     `config.warpgroups`. Without `outputs` the result is the spans' affine maps alone, [N | M] as [N, HV, K, V + K]
     float32, and K must be such a multiple too.
     """
-    _, T, HV, V = o_shape
+    B, T, HV, V = o_shape
     chunks = pl.cdiv(T, CHUNK)
     warpgroups, stages = config.warpgroups, config.stages
     emulated = interpret is not None
@@ -63,6 +65,7 @@ def make_scan(
             (refs[:has_state], refs[has_state : has_state + outputs]),
             refs[has_state + outputs :],
         )
+        states, scratch = scratch[: every > 0], scratch[every > 0 :]
         qs, ks, ws, As, us, totals, os, full, free, *bounce = scratch
         wg = lax.axis_index("wg")
         span, h = lax.axis_index("s"), lax.axis_index("h")
@@ -124,6 +127,14 @@ def make_scan(
                 products, *(plgpu.ACC((ROWS, columns), f32) for columns in (CHUNK, K, *[CHUNK] * outputs))
             )
             plgpu.barrier_arrive(free.at[s])
+            if every:
+                chunk = first_chunk + n
+
+                @pl.when((lax.rem(chunk + 1, every) == 0) | (chunk == chunks - 1))
+                def _() -> None:
+                    place = states[0].at[b, lax.div(chunk, every), h, :, own_values]
+                    memory.store_transposed(place, S, interpret=emulated)
+
             return S, out, jnp.where(s == stages - 1, 0, s + 1)
 
         @pl.when(wg == warpgroups)
@@ -171,6 +182,10 @@ def make_scan(
             memory.store_transposed(final_state.at[span, h, :, own_values], S, interpret=emulated)
             plgpu.wait_smem_to_gmem(0)
 
+    out_type = [jax.ShapeDtypeStruct(o_shape, dtype)] * outputs
+    out_type += [jax.ShapeDtypeStruct((spans, HV, K, columns), f32)]
+    if every:
+        out_type += [jax.ShapeDtypeStruct((B, pl.cdiv(chunks, every), HV, K, V), f32)]
     scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3
     scratch += [tile((stages, CHUNK, CHUNK), dtype, 64), tile((stages, warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.SMEM((stages, K), f32)]
@@ -181,8 +196,7 @@ def make_scan(
         scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in {CHUNK, K}]
     return plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct(o_shape, dtype)] * outputs
-        + [jax.ShapeDtypeStruct((spans, HV, K, columns), f32)],
+        out_type=out_type,
         grid=(columns // (ROWS * warpgroups), HV, spans),
         grid_names=("v", "h", "s"),
         num_threads=warpgroups + 1,

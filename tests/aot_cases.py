@@ -40,6 +40,9 @@ def cases() -> Iterator[Case]:
         for config in [Config(1, 3), Config(2, 2)][: V // 64]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
             yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, ((B, H, K, V), f32)]
+            if (K, V) == (128, 128):
+                scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, every=2)
+                yield f"scan {label}, {config}, states", scan, [((B, 3), jnp.int32), *prepared]
         maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()

@@ -20,6 +20,7 @@ RANKS = {
     "kda_jax.ops": 3,
     "kda_jax.ops.api": 3,
     "kda_jax.ops.decode": 3,
+    "kda_jax.ops.states": 3,
     "kda_jax.layers": 4,
     "kda_jax.models": 5,
     "kda_jax": 6,

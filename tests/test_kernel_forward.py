@@ -23,11 +23,10 @@ DECAYS = {
 
 
 @functools.cache
-def kernels(config, g_min=None):
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.jit(
-        lambda *x: forward(x[:5], *x[5:], scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret)
-    )
+def kernels(config, g_min=None, every=0):
+    options = {"g_min": g_min, "every": every, "config": config}
+    options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    return jax.jit(lambda *x: forward(x[:5], *x[5:], scale=x[0].shape[-1] ** -0.5, **options))
 
 
 def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
@@ -40,7 +39,10 @@ def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
 
 
 def check(arrays, config, g_min=None):
-    got = kernels(config, g_min)(*arrays)
+    check_outputs(arrays, *kernels(config, g_min)(*arrays))
+
+
+def check_outputs(arrays, *got):
     want = oracle(*(np.asarray(x.astype(jnp.float32)) for x in arrays))
     for name, x, y in zip(("o", "final_state"), got, want, strict=True):
         assert_close(x, y, FORWARD["bfloat16"], name)
@@ -64,6 +66,18 @@ def test_two_warpgroups_and_more_chunks_than_stages(rng):
 def test_a_sequence_in_pieces(rng, decay):
     """Of two, two and no chunks; a state that hardly fades must pass through all of them."""
     check(inputs(rng, decay, T=200, H=1, HV=2, K=64, V=64), Config(pieces=3))
+
+
+@pytest.mark.parametrize(("pieces", "every", "ends"), [(1, 2, (128, 200)), (3, 1, (64, 128, 192, 200))])
+def test_states_after_chunks(rng, pieces, every, ends):
+    """Every second one, and the last; and every one, across the pieces of a split sequence."""
+    arrays = inputs(rng, "slow", T=200, H=1, HV=2, K=64, V=64)
+    o, final_state, states = kernels(Config(pieces=pieces), every=every)(*arrays)
+    check_outputs(arrays, o, final_state)
+    assert states.shape[1] == len(ends)
+    for chunk, end in enumerate(ends):
+        _, want = oracle(*(np.asarray(x.astype(jnp.float32))[:, :end] for x in arrays[:5]), arrays[5])
+        assert_close(states[:, chunk], want, FORWARD["bfloat16"], f"state after {end} tokens")
 
 
 def test_float16_through_the_public_function(rng):

@@ -28,7 +28,7 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, config, interpret):
+    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, every, config, interpret):
         assert activation is None
         q, k, v, g, beta = inputs
         if initial_state is None:
@@ -37,14 +37,16 @@ def stand_in(monkeypatch):
         if sequences is not None:
             packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
         options = {"scale": scale, "g_min": g_min, "packing": packing}
-        return kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)[:2]
+        o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)
+        if not every:
+            return o, final_state
+        return o, final_state, jnp.concatenate([states[:, every - 1 : -1 : every], final_state[:, None]], axis=1)
 
     def backward(inputs, initial_state, cotangents, *, scale, g_min, config, interpret):
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
-            return forward(
-                inputs, state, None, (), scale=scale, g_min=g_min, activation=None, config=config, interpret=None
-            )
+            options = {"scale": scale, "g_min": g_min, "activation": None, "every": 0}
+            return forward(inputs, state, None, (), **options, config=config, interpret=None)
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
@@ -101,6 +103,25 @@ def test_gradients_without_backward_kernels_are_those_of_the_chunk_form(rng, mon
 
 def test_gradients_of_every_input(rng):
     check_gradients(rng)
+
+
+def test_gradients_through_the_states_of_chunks(rng):
+    """Of two chunks: what reaches the state between them comes from the second chunk and from its own cotangent."""
+    arrays = inputs(rng)
+    do, between, last = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (arrays[2], *[arrays[5]] * 2))
+    states = jnp.stack([between, last], 1)
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, states_every=CHUNK)
+    (_, final_state, got), pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays)
+    head, tail = ([x[:, part] for x in (*arrays[:5], do)] for part in (slice(CHUNK), slice(CHUNK, None)))
+    (_, middle), _ = oracle(*head[:5], arrays[5], scale=SCALE, do=head[5], dfinal_state=between)
+    (_, end), second = oracle(*tail[:5], middle, scale=SCALE, do=tail[5], dfinal_state=2 * last)
+    _, first = oracle(*head[:5], arrays[5], scale=SCALE, do=head[5], dfinal_state=between + second[5])
+    for i, want in enumerate((middle, end)):
+        assert_close(got[:, i], want, 1e-5, f"state {i}")
+    assert_close(final_state, end, 1e-5, "final_state")
+    names, gradients = ("q", "k", "v", "g", "beta", "initial_state"), pull((do, last, states))
+    for name, x, a, b in zip(names, gradients, first, second, strict=True):
+        assert_close(x, a if name == "initial_state" else np.concatenate([a, b], 1), 1e-4, name)
 
 
 def test_gradients_of_packed_sequences(rng):
