@@ -62,7 +62,7 @@ def forward(
     pieces = config.pieces if sequences is None else 1
     spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
     if pieces > 1:
-        maps = scan(spans, config=Config(), outputs=False)[0]
+        maps = scan(spans, config=Config(stages=config.stages), outputs=False)[0]
         initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
         o, _, *states = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]), every=every)
     else:

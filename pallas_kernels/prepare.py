@@ -217,14 +217,13 @@ def make_prepare(
 
             return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
 
-        w_chunk = product(kUs)
         plgpu.barrier_wait(v_loaded)
-        u_chunk = product(vs)
-        plgpu.commit_smem()
-        kUs[...], vs[...] = w_chunk, u_chunk
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
-        plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
+        for tokens, target in ((kUs, w), (vs, u)):
+            result = product(tokens)
+            plgpu.commit_smem()  # every warp has read its operand
+            tokens[...] = result
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tokens, target.at[head, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     N, padded = B * HV, chunks * CHUNK

@@ -6,7 +6,8 @@
 values, K], in the
 registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register
 operands, and the chain from chunk to chunk never passes through memory. Warpgroups of one block share all inputs but
-u; one more warpgroup loads them ahead.
+u; one more warpgroup loads them ahead. Beyond 192 key channels the registers do not hold the state and a copy of it in
+16 bits, and the copy passes through shared memory.
 
 A sequence is a span of chunks: a row of the batch, one of the sequences packed into a row, or a piece of a long one.
 A span acts on the state before it as an affine map, S -> M S + N; the same loop without outputs gives N as the state
@@ -29,6 +30,7 @@ from pallas_kernels.prepare import CHUNK
 from pallas_kernels.within import iota, zeros
 
 ROWS = rg.ROWS  # values a warpgroup
+REGISTER_KEYS = 192  # channels of the largest state that the registers hold twice, in float32 and in 16 bits
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
 
@@ -57,7 +59,7 @@ def make_scan(
     B, T, HV, V = o_shape
     chunks = pl.cdiv(T, CHUNK)
     warpgroups, stages = config.warpgroups, config.stages
-    emulated = interpret is not None
+    emulated, wide = interpret is not None, K > REGISTER_KEYS
     columns = V if outputs else V + K
 
     def kernel(where: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *refs: Any) -> None:
@@ -66,7 +68,7 @@ def make_scan(
             refs[has_state + outputs :],
         )
         states, scratch = scratch[: every > 0], scratch[every > 0 :]
-        qs, ks, ws, As, us, totals, os, full, free, *bounce = scratch
+        qs, ks, ws, As, us, totals, os, full, free, *rooms = scratch
         wg = lax.axis_index("wg")
         span, h = lax.axis_index("s"), lax.axis_index("h")
         b, first_chunk, length = (where[span, i] for i in range(3))
@@ -74,18 +76,20 @@ def make_scan(
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
 
-        def multiply(total: Any, a: jax.Array, b: Any) -> None:
-            """total += a b, a in registers."""
-            if not emulated:
-                plgpu.wgmma(total, a, b)
-                return
-            buffer = next(x for x in bounce if x.shape[2] == a.shape[1]).at[
-                wg
-            ]  # the interpreter knows no register operand
-            buffer[...] = a
-            plgpu.commit_smem()
-            plgpu.wgmma(total, buffer, b)
-            plgpu.wgmma_wait(0)
+        def operand(x: jax.Array, wg: jax.Array) -> Any:
+            """x as the left one of a product: in registers, or in shared memory where there is room for it."""
+            for room in (room.at[wg] for room in rooms if room.shape[2] == x.shape[1]):
+                plgpu.commit_smem()  # every warp has read what was there
+                room[...] = x
+                plgpu.commit_smem()
+                return room
+            return x
+
+        def multiply(total: Any, a: Any, b: Any) -> None:
+            """total += a b."""
+            plgpu.wgmma(total, a, b)
+            if emulated:  # its operands share a room
+                plgpu.wgmma_wait(0)
 
         def store(out: jax.Array, n: jax.Array) -> None:
             """The outputs of chunk n of the span; before the first out of bounds, where no other span's are: a branch
@@ -100,9 +104,13 @@ def make_scan(
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             S, previous, s = carry
             plgpu.barrier_wait(full.at[s])
-            decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
+            # with one stage no address changes from chunk to chunk: all would be computed, and kept, ahead of the loop
+            zero = rg.opaque_zero(interpret=emulated) if wide else 0
+            own, s = wg + zero, s + zero
             # both before the first product: ptxas waits for all products before it touches what one of them has written
-            state, decayed = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+            state = operand(S.astype(dtype), own)
+            decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
+            decayed = S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
             def products(corrections: Any, update: Any, *results: Any) -> tuple[jax.Array, jax.Array]:
                 multiply(corrections, state, ws.at[s].T)
@@ -112,7 +120,8 @@ def make_scan(
                 values = plgpu.load(us.at[s, wg].T, layout=rg.LAYOUT).astype(f32)
                 if not outputs:
                     values = jnp.where(first_value < V, values, jnp.zeros_like(values))
-                values = (values - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))).astype(dtype)
+                values = values - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))
+                values = operand(values.astype(dtype), own)
                 # the next state first: the next chunk waits for it
                 if not emulated:  # the interpreter cannot start from a value
                     update[...] = decayed
@@ -192,8 +201,8 @@ def make_scan(
     scratch += [tile((warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.Barrier(num_arrivals=3 + 2 * outputs + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
-    if emulated:
-        scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in {CHUNK, K}]
+    # of the interpreter, which knows no operand in registers, and of a wide state
+    scratch += [tile((warpgroups, ROWS, n), dtype, 64) for n in ({CHUNK, K} if emulated else {K} if wide else ())]
     return plgpu.kernel(
         kernel,
         out_type=out_type,

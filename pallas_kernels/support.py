@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kda_jax.ops.gates import Decay
 
-KEY_CHANNELS = (64, 128)  # of the kernels; others are filled up with zeros
+KEY_CHANNELS = (64, 128, 192, 256)  # of the kernels; others are filled up with zeros
 VALUE_CHANNELS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"

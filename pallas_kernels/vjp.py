@@ -175,7 +175,7 @@ def _kda_backward(
     if static.activation is not None:
         activated, pull = jax.vjp(functools.partial(_activate, static), *inputs)
         return pull(_kda_backward(static._replace(activation=None), activated, cotangents))
-    if not static.packed and not static.every and unsupported_reason(inputs[2].dtype, static.scale) is None:
+    if not static.packed and not static.every and unsupported_reason(inputs[1], static.scale) is None:
         arrays, results = static.axes()
         return _mapped(_local_backward, static, f"{arrays}, {results}", arrays, (*inputs, *cotangents))
 
@@ -228,5 +228,5 @@ def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     B, T, HV, V = arrays[2].shape
-    config = static.config or default_config(B * HV, V, -(-T // CHUNK))
+    config = static.config or default_config(B * HV, arrays[0].shape[3], V, -(-T // CHUNK))
     return {"scale": static.scale, "g_min": static.g_min, "config": config, "interpret": static.interpret}

@@ -62,6 +62,11 @@ def test_two_warpgroups_and_more_chunks_than_stages(rng):
     check(inputs(rng, "slow", T=200, H=1, HV=1, K=64, V=128), Config(warpgroups=2, stages=2))
 
 
+@pytest.mark.parametrize(("K", "stages", "pieces"), [(192, 2, 1), (256, 1, 2)])
+def test_wide_keys(rng, K, stages, pieces):
+    check(inputs(rng, "slow", T=140, H=1, HV=1, K=K, V=64), Config(stages=stages, pieces=pieces))
+
+
 @pytest.mark.parametrize("decay", ["slow", "mixed"])
 def test_a_sequence_in_pieces(rng, decay):
     """Of two, two and no chunks; a state that hardly fades must pass through all of them."""
@@ -107,7 +112,7 @@ def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
 @pytest.mark.parametrize(
     ("arrays", "part"),
     [
-        (specs(K=192), "key channels must be at most 128, for the registers, got 192"),
+        (specs(K=320), "key channels must be at most 256, for the registers, got 320"),
         (specs(V=320), "value channels must be at most 256, got 320"),
         (specs(dtype=jnp.float32), "share a dtype"),
         (specs(g=np.float64), "at most 32 bits"),
@@ -124,11 +129,12 @@ def test_supported_inputs_have_none_but_the_device():
 
 
 def test_config_checks_itself():
-    for bad in ({"warpgroups": 3}, {"stages": 1}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}):
+    for bad in ({"warpgroups": 3}, {"stages": 0}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}):
         with pytest.raises(ValueError, match="must be"):
             Config(**bad)
-    assert default_config(32, 128, 1024) == Config(warpgroups=1, stages=3)
-    assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2)
-    assert default_config(256, 64, 64).warpgroups == 1
-    assert default_config(4, 128, 1024).pieces == 16
-    assert default_config(4, 128, 128).pieces == default_config(16, 128, 1024).pieces == 1
+    assert default_config(32, 128, 128, 1024) == Config(warpgroups=1, stages=3)
+    assert default_config(256, 128, 128, 64) == Config(warpgroups=2, stages=2)
+    assert default_config(256, 128, 64, 64).warpgroups == 1
+    assert default_config(256, 192, 128, 64) == Config(warpgroups=1, stages=2)
+    assert default_config(4, 256, 128, 1024) == Config(warpgroups=1, stages=1, pieces=16)
+    assert default_config(4, 128, 128, 128).pieces == default_config(16, 128, 128, 1024).pieces == 1

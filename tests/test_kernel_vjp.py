@@ -53,7 +53,7 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(vjp, "forward", forward)
     monkeypatch.setattr(vjp, "backward", backward)
-    monkeypatch.setattr(vjp, "unsupported_reason", lambda dtype, scale: None)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: None)
     mapping.over_batch_and_heads.cache_clear()
 
 
@@ -95,9 +95,11 @@ def check_gradients(rng):
 def test_gradients_without_backward_kernels_are_those_of_the_chunk_form(rng, monkeypatch):
     monkeypatch.setattr(vjp, "unsupported_reason", unsupported_reason)
     monkeypatch.setattr(vjp, "backward", None)
-    assert "bfloat16, got float32" in unsupported_reason(jnp.dtype(jnp.float32), SCALE)
-    assert "scale" in unsupported_reason(jnp.dtype(jnp.bfloat16), 0.0)
-    assert unsupported_reason(jnp.dtype(jnp.bfloat16), SCALE) is None
+    wide, narrow = (jax.ShapeDtypeStruct((B, T, H, keys), jnp.bfloat16) for keys in (256, 192))
+    assert "bfloat16, got float32" in unsupported_reason(jax.ShapeDtypeStruct(wide.shape, jnp.float32), SCALE)
+    assert "192 key channels, got 256" in unsupported_reason(wide, SCALE)
+    assert "scale" in unsupported_reason(narrow, 0.0)
+    assert unsupported_reason(narrow, SCALE) is None
     check_gradients(rng)
 
 
@@ -147,7 +149,7 @@ def test_gradients_of_packed_sequences(rng):
 @pytest.mark.parametrize("reason", [None, "no backward kernels"])
 def test_segments_with_bounded_decay(rng, monkeypatch, reason):
     """The decay that resets a state is beyond every bound."""
-    monkeypatch.setattr(vjp, "unsupported_reason", lambda dtype, scale: reason)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: reason)
     ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
     packing = plan_segments(jnp.asarray(ids))
     *arrays, state = (x[:1] for x in inputs(rng))
