@@ -9,7 +9,7 @@ from kda_jax.ops.gates import Decay
 
 KEY_CHANNELS = (64, 128, 192, 256)  # of the kernels; others are filled up with zeros
 VALUE_CHANNELS = (64, 128, 192, 256)
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16")  # of every product; those of float32 would each be three (the README says what for)
 COMPUTE_CAPABILITY = "9.0"
 
 # Of the decode step.
@@ -39,7 +39,7 @@ def unsupported_reason(
     from pallas_kernels.prepare import CHUNK  # here, since it loads Mosaic
 
     if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
-        return f"q, k, v must share a dtype of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}"
+        return f"q, k, v must share a dtype of {DTYPES}, that of the products, got {q.dtype}, {k.dtype}, {v.dtype}"
     if jnp.dtype(g.dtype).itemsize > 4:
         return f"g must have at most 32 bits, got {g.dtype}"
     if q.shape[-1] > KEY_CHANNELS[-1]:
