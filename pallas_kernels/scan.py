@@ -78,12 +78,13 @@ def make_scan(
 
         def operand(x: jax.Array, wg: jax.Array) -> Any:
             """x as the left one of a product: in registers, or in shared memory where there is room for it."""
-            for room in (room.at[wg] for room in rooms if room.shape[2] == x.shape[1]):
-                plgpu.commit_smem()  # every warp has read what was there
-                room[...] = x
-                plgpu.commit_smem()
-                return room
-            return x
+            room = next((room.at[wg] for room in rooms if room.shape[2] == x.shape[1]), None)
+            if room is None:
+                return x
+            plgpu.commit_smem()  # every warp has read what was there
+            room[...] = x
+            plgpu.commit_smem()
+            return room
 
         def multiply(total: Any, a: Any, b: Any) -> None:
             """total += a b."""

@@ -246,11 +246,16 @@ def test_partitioned_over_batch_and_heads(rng, heads):
     arrays = [
         jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(inputs(rng, heads=heads), SPECS, strict=True)
     ]
+
+    def run(*x):
+        return vjp.kda_mosaic(*x[:5], scale=SCALE, initial_state=x[5], states_every=CHUNK)
+
     compiled = jax.jit(run).lower(*arrays).compile()
     text = compiled.as_text()
     assert not any(collective in text for collective in COLLECTIVES)
-    o, state = compiled(*arrays)
+    o, state, states = compiled(*arrays)
     assert o.sharding.spec == HEADS or o.sharding.is_equivalent_to(NamedSharding(mesh(), HEADS), o.ndim)
     want_o, want_state = oracle(*arrays, scale=SCALE)
     assert_close(o, want_o, 1e-5, "o")
     assert_close(state, want_state, 1e-5, "final_state")
+    assert_close(states[:, 1], want_state, 1e-5, "the last chunk's state")
