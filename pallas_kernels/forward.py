@@ -1,4 +1,5 @@
-"""The forward pass: `prepare` over all chunks at once, then `scan` over each sequence and head.
+"""The forward pass: `fused` where sequences and heads fill the chip; else `prepare` over all chunks and `scan` over
+each sequence and head, `overlapped` where both fit side by side.
 
 Where there are too few sequences and heads to fill the chip, a sequence is split into pieces. A first scan gives each
 piece's affine map of the state before it, S -> M S + N; composed in order they are the states before the pieces, from
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, Raw, make_prepare
+from pallas_kernels.fused import make_fused
+from pallas_kernels.inputs import CHUNK, Problem, Raw
+from pallas_kernels.overlapped import make_overlapped
+from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 ROWS = 8  # tokens in a group of shared memory's layout
@@ -47,9 +51,17 @@ def forward(
     B, padded = v.shape[:2]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
-    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, raw=raw, interpret=interpret)
-    g = g if raw else g.astype(jnp.float32)
-    prepared = prepare(q, k, v, g, *(x.astype(jnp.float32) for x in (beta, *decay)))
+    arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
+    if initial_state is not None:
+        initial_state = initial_state.astype(jnp.float32)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw)
+    if config.route != "apart" and sequences is None and not every:
+        has_state = initial_state is not None
+        make = make_fused if config.route == "fused" else make_overlapped
+        run = make(problem, scale=scale, has_state=has_state, interpret=interpret)
+        o, final_state, *_ = run(*arrays, *([initial_state] if has_state else []))
+        return o[:, :T], final_state
+    prepared = make_prepare(problem, interpret=interpret)(*arrays)
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
         has_state = state is not None
@@ -57,8 +69,6 @@ def forward(
         run = make_scan(spans.shape[0], v.shape, q.shape[3], v.dtype, **options)
         return run(spans, *prepared, *([state] if has_state else []))
 
-    if initial_state is not None:
-        initial_state = initial_state.astype(jnp.float32)
     pieces = config.pieces if sequences is None else 1
     spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
     if pieces > 1:

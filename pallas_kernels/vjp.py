@@ -15,8 +15,8 @@ from pallas_kernels.activation import Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
+from pallas_kernels.inputs import CHUNK
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
-from pallas_kernels.prepare import CHUNK
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
 RESET = -1e4  # a log decay that leaves exactly nothing
@@ -94,7 +94,8 @@ def kda_raw_mosaic(
     """`kda_mosaic` of a layer's raw projections, normalised and activated inside the kernel; the arguments are
     `kda_jax.kda_raw`'s, without packing.
 
-    The backward pass activates them again in XLA, whose derivatives complete those of the kernels.
+    So are those of the backward pass, which keeps the raw ones alone; its kernels give their gradients and those of the
+    decay's parameters.
     """
     activation = Activation(decay.lower_bound, bool(negative_eigenvalues))
     static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation)
@@ -117,6 +118,10 @@ class _Static(NamedTuple):
         inputs = "b t h k, b t h k, b t j v, b t j k, b t j" + f", {state}" * self.has_state + ", n i" * self.packed
         inputs += ", j, j k" * (self.activation is not None)
         return inputs, f"b t j v, {state}" + ", b c j k v" * (self.every > 0)
+
+    def gradients(self) -> str:
+        """The axes of the gradients of the inputs: the parameters' row by row, so that rows can be anywhere."""
+        return self.axes()[0].replace(", j, j k", ", b j, b j k") if self.activation is not None else self.axes()[0]
 
     def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any, list[jax.Array]]:
         """The arrays of tokens, the initial state, the spans (None where there are none), the decay's parameters."""
@@ -172,18 +177,19 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
 def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
-    if static.activation is not None:
-        activated, pull = jax.vjp(functools.partial(_activate, static), *inputs)
-        return pull(_kda_backward(static._replace(activation=None), activated, cotangents))
     if not static.packed and not static.every and unsupported_reason(inputs[1], static.scale) is None:
-        arrays, results = static.axes()
-        return _mapped(_local_backward, static, f"{arrays}, {results}", arrays, (*inputs, *cotangents))
+        arrays = f"{', '.join(static.axes())}"
+        gradients = _mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents))
+        if static.activation is None:
+            return gradients
+        parameters = zip(gradients[-2:], inputs[-2:], strict=True)
+        return (*gradients[:-2], *(dx.sum(0).astype(x.dtype) for dx, x in parameters))
 
     spans = inputs[-1] if static.packed else None
     differentiable = inputs[:-1] if static.packed else inputs
 
     def chunk_form(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        q, k, v, g, beta, *state = inputs
+        q, k, v, g, beta, *state = inputs if static.activation is None else _activate(static, *inputs)
         options: dict[str, Any] = {"scale": static.scale, "g_min": static.g_min}
         if spans is not None:
             ends = CHUNK * (spans[:, 0] + spans[:, 1])
@@ -222,8 +228,9 @@ def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The backward pass of one device."""
     *inputs, do, dstate = arrays
-    tokens, state, *_ = static.split(tuple(inputs))
-    return backward(tokens, state, (do, dstate), **_options(static, arrays))
+    tokens, state, _, decay = static.split(tuple(inputs))
+    options = _options(static, arrays)
+    return backward(tokens, state, (do, dstate), decay, activation=static.activation, **options)
 
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
 from kda_jax.ops.prepare import select_valid
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
-from pallas_kernels.prepare import CHUNK
+from pallas_kernels.inputs import CHUNK
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 8, 16
 SCALE = K**-0.5
@@ -42,7 +42,9 @@ def stand_in(monkeypatch):
             return o, final_state
         return o, final_state, jnp.concatenate([states[:, every - 1 : -1 : every], final_state[:, None]], axis=1)
 
-    def backward(inputs, initial_state, cotangents, *, scale, g_min, config, interpret):
+    def backward(inputs, initial_state, cotangents, decay, *, scale, g_min, activation, config, interpret):
+        assert activation is None
+
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
             options = {"scale": scale, "g_min": g_min, "activation": None, "every": 0}
