@@ -1,4 +1,4 @@
-"""The recurrence in blocks of 16 tokens: what one warpgroup prepares of a chunk, and how others carry the state
+"""The recurrence in blocks of 16 tokens: what two warpgroups prepare of a chunk, and how others carry the state
 through it.
 
 With U the decay from before a block to a token, D from a token to the block's end and total the decay over the block
@@ -23,13 +23,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.inputs import CHUNK, GROUP
+from pallas_kernels.inputs import CHUNK
 from pallas_kernels.inverse import block_inverse
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed
 
 ROWS, BLOCK = rg.ROWS, rg.BLOCK
 BLOCKS = CHUNK // BLOCK
+GROUP = 16  # channels a pass over the scores: what the registers of four warpgroups hold
+PREPARERS = 2  # warpgroups, each with half of the channels
 f32 = jnp.float32
 
 
@@ -54,39 +56,62 @@ def prepared_types(K: int, dtype: Any, *leading: int) -> list[Any]:
     ]
 
 
+def exchange_types() -> list[Any]:
+    """The shared memory of `prepare_chunk`, and its barrier. Two places: one is read while the other is written."""
+    return [tile((2, PREPARERS, CHUNK, BLOCK), f32, BLOCK), plgpu.Barrier(num_arrivals=PREPARERS)]
+
+
 def prepare_chunk(
+    wg: jax.Array,
     read: Callable[[Any], tuple[jax.Array, ...]],
     strength: jax.Array,
     bounded: bool,
     chunk: Prepared,
-    store: Callable[[Any, jax.Array, jax.Array], None],
+    exchange: tuple[Any, Any],
     meanwhile: Callable[[], None],
     interpret: bool,
 ) -> None:
-    """Fills `chunk` but for kq, whose parts go to `store`, a slice of channels at a time. read: a `reader`; strength:
-    beta [64, 8], the same in all columns; meanwhile: done when everything has been read.
+    """Fills `chunk`, warpgroup wg of two half of it. read: a `reader`; strength: beta [64, 8], the same in all columns;
+    exchange: the place of `exchange_types` and its barrier; meanwhile: done by the first when everything has been read.
     """
     K, dtype = chunk.kD.shape[1], chunk.kD.dtype
     within = (Dense if bounded else Exact)(dtype)
+    place, met = exchange
 
     def group(m: jax.Array, own: Any) -> Any:
         cs = pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
         q, k, e = read(cs)
         own, U, D = within.add(own, q, k, e, interpret)
-        store(cs, decayed(k, U, dtype), decayed(q, U, dtype))
+        for i, x in enumerate((k, q)):
+            memory.store_alternating(chunk.kq.at[:, cs], decayed(x, U, dtype), i, interpret=interpret)
         chunk.kD.at[:, cs][...] = decayed(k, D, dtype)
         memory.store_ends(chunk.total.at[:, cs], U, interpret=interpret)
         return own
 
-    own = lax.fori_loop(0, K // GROUP, group, within.start())
-    plgpu.commit_smem()
-    meanwhile()
-    A, L = within.finish(own, interpret)
-    chunk.A[...] = A.astype(dtype)
-    X = block_inverse(L, strength, interpret=interpret)
-    high = X.astype(dtype)
-    chunk.X.at[0][...] = high
-    chunk.X.at[1][...] = (X - high.astype(f32)).astype(dtype)
+    groups = K // GROUP // PREPARERS
+    A, L = within.finish(lax.fori_loop(wg * groups, (wg + 1) * groups, group, within.start()), interpret)
+
+    def meet(given: jax.Array, taken: jax.Array) -> jax.Array:
+        """Gives one part of the sums away and completes the other."""
+        place.at[wg][...] = given
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        return taken + plgpu.load(place.at[1 - wg], layout=rg.LAYOUT)
+
+    @pl.when(wg == 0)
+    def scores() -> None:
+        total = meet(L, A)
+        meanwhile()
+        chunk.A[...] = total.astype(dtype)
+
+    @pl.when(wg == 1)
+    def inverse() -> None:
+        X = block_inverse(meet(A, L), strength, interpret=interpret)
+        high = X.astype(dtype)
+        chunk.X.at[0][...] = high
+        chunk.X.at[1][...] = (X - high.astype(f32)).astype(dtype)
+
     plgpu.commit_smem()
 
 
@@ -95,8 +120,8 @@ def bounce_types(K: int, dtype: Any, *leading: int) -> list[Any]:
     return [tile((*leading, ROWS, K), dtype, GROUP), tile((*leading, ROWS, BLOCK), dtype, BLOCK)]
 
 
-def carry(S: jax.Array, chunk: Prepared, v: Any, o: Any, *, scale: float, bounce: list[Any]) -> jax.Array:
-    """S^T behind the chunk; o [64, 64 values] in shared memory = its outputs, v = its values."""
+def carry(S: jax.Array, chunk: Prepared, v: Any, *, scale: float, bounce: list[Any]) -> jax.Array:
+    """S^T behind the chunk; its outputs take the place of its values, v [64, 64 values] in shared memory."""
     dtype, K = v.dtype, S.shape[1]
 
     def multiply(total: Any, a: jax.Array, b: Any) -> None:
@@ -114,11 +139,11 @@ def carry(S: jax.Array, chunk: Prepared, v: Any, o: Any, *, scale: float, bounce
         tokens = pl.ds(pl.multiple_of(t * BLOCK, BLOCK), BLOCK)
         pairs = pl.ds(pl.multiple_of(2 * t * BLOCK, 2 * BLOCK), 2 * BLOCK)
         decay = plgpu.load(chunk.total.at[t], layout=rg.LAYOUT.reduce(0), optimized=False)
-        values = plgpu.load(v.at[tokens].T, layout=rg.LAYOUT).astype(f32)
         state, faded = S.astype(dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
-        def products(both: Any, corrected: Any, update: Any, result: Any) -> tuple[jax.Array, jax.Array]:
+        def products(both: Any, corrected: Any, update: Any, result: Any) -> jax.Array:
             multiply(both, state, chunk.kq.at[pairs].T)
+            values = plgpu.load(v.at[tokens].T, layout=rg.LAYOUT).astype(f32)
             read = both[...]
             keys, queries = (jnp.concatenate([read[:, i : i + 8], read[:, i + 16 : i + 24]], 1) for i in (0, 8))
             difference = (values - keys).astype(dtype)
@@ -127,13 +152,12 @@ def carry(S: jax.Array, chunk: Prepared, v: Any, o: Any, *, scale: float, bounce
             new = corrected[...].astype(dtype)
             if not bounce:  # the interpreter cannot start from a value
                 update[...] = faded
-            multiply(update, new, chunk.kD.at[tokens])
             multiply(result, new, chunk.A.at[tokens].T)
-            out = (queries + result[...]) * scale
-            return (update[...] + faded if bounce else update[...]), out
+            multiply(update, new, chunk.kD.at[tokens])
+            out = (queries + plgpu.wgmma_accumulator_load(result, wait_n=1)) * scale
+            v.at[tokens].T[...] = out.astype(dtype)
+            return update[...] + faded if bounce else update[...]
 
-        S, out = pl.run_scoped(products, *(plgpu.ACC((ROWS, n), f32) for n in (2 * BLOCK, BLOCK, K, BLOCK)))
-        o.at[tokens].T[...] = out.astype(dtype)
-        return S
+        return pl.run_scoped(products, *(plgpu.ACC((ROWS, n), f32) for n in (2 * BLOCK, BLOCK, K, BLOCK)))
 
     return lax.fori_loop(0, BLOCKS, block, S)

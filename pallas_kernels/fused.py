@@ -1,6 +1,6 @@
 """The forward in one kernel, for shapes with enough sequences and heads to fill the chip.
 
-A multiprocessor owns a row of the batch and a head. One warpgroup prepares chunk after chunk, one or two more with 64
+A multiprocessor owns a row of the batch and a head. Two warpgroups prepare chunk after chunk, one or two more with 64
 values each carry the state through them (`blocks`). What passes between them stays in shared memory, so that global
 memory sees only the inputs and the outputs.
 """
@@ -14,13 +14,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
-from pallas_kernels.blocks import ROWS, Prepared, bounce_types, carry, prepare_chunk, prepared_types
-from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
+from pallas_kernels.blocks import (
+    GROUP,
+    PREPARERS,
+    ROWS,
+    Prepared,
+    bounce_types,
+    carry,
+    exchange_types,
+    prepare_chunk,
+    prepared_types,
+)
+from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, Parameters, Problem, inverse_norms, reader
 from pallas_kernels.memory import tile
 from pallas_kernels.within import iota, zeros
 
 STAGES = 2
-PREPARE_REGISTERS, CARRY_REGISTERS = 216, 144  # of three warpgroups; two have room without
+PREPARE_REGISTERS, CARRY_REGISTERS = 112, 144  # of four warpgroups; three have room without
 f32 = jnp.float32
 
 
@@ -41,7 +51,7 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
     def kernel(*refs: Any) -> None:
         (q, k, v, g, beta, *decay), refs = refs[: problem.arrays], refs[problem.arrays :]
         initial_state, (o, final_state, *scratch) = refs[:has_state], refs[has_state:]
-        qs, ks, gs, vs, os, bias, kq, kD, A, X, total, *barriers = scratch
+        qs, ks, gs, vs, bias, kq, kD, A, X, total, places, met, *barriers = scratch
         bias_loaded, loaded, v_loaded, full, free, *bounce = barriers
         wg, b, h = (lax.axis_index(name) for name in ("wg", "b", "h"))
         key_head = lax.div(h, HV // H)
@@ -53,19 +63,24 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
             s = lax.rem(n, STAGES)
             return s, Prepared(*(x.at[s] for x in (kq, kD, A, X, total)))
 
-        @pl.when(wg == warpgroups)
+        @pl.when(wg >= warpgroups)
         def prepare() -> None:
             if warpgroups > 1:
-                plgpu.set_max_registers(PREPARE_REGISTERS, action="increase")
+                plgpu.set_max_registers(PREPARE_REGISTERS, action="decrease")
+            own = wg - warpgroups
 
             def fetch(n: jax.Array) -> None:
                 plgpu.copy_gmem_to_smem(g.at[b, rows(n), h], gs, loaded)
                 for source, target in ((q, qs), (k, ks)):
                     plgpu.copy_gmem_to_smem(source.at[b, rows(n), key_head], target, loaded)
 
-            fetch(jnp.int32(0))
+            @pl.when(own == 0)
+            def begin() -> None:
+                fetch(jnp.int32(0))
+                if raw is not None:
+                    plgpu.copy_gmem_to_smem(decay[1].at[h], bias, bias_loaded)
+
             if raw is not None:
-                plgpu.copy_gmem_to_smem(decay[1].at[h], bias, bias_loaded)
                 plgpu.barrier_wait(bias_loaded)
 
             def step(n: jax.Array, _: None) -> None:
@@ -77,21 +92,22 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                 parameters = None
                 if raw is not None:
                     strength = raw.activation.strength(strength)
-                    parameters = Parameters(jnp.exp(decay[0][h]), bias, (inverse_norms(qs), inverse_norms(ks)))
+                    norms = inverse_norms(qs, GROUP), inverse_norms(ks, GROUP)
+                    parameters = Parameters(jnp.exp(decay[0][h]), bias, norms)
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(free.at[s]))
-                for i in range(warpgroups):
-                    plgpu.copy_gmem_to_smem(v.at[b, rows(n), h, pl.ds(i * ROWS, ROWS)], vs.at[s, i], v_loaded.at[s])
 
-                def store(cs: Any, *kU_qU: jax.Array) -> None:
-                    for i, x in enumerate(kU_qU):
-                        memory.store_alternating(chunk.kq.at[:, cs], x, i, interpret=emulated)
-
-                read = reader(qs, ks, gs, n * CHUNK, raw, parameters, interpret=emulated)
+                @pl.when(own == 0)
+                def fetch_values() -> None:
+                    for i in range(warpgroups):
+                        own_values = pl.ds(i * ROWS, ROWS)
+                        plgpu.copy_gmem_to_smem(v.at[b, rows(n), h, own_values], vs.at[s, i], v_loaded.at[s])
 
                 def fetch_next() -> None:
                     pl.when(n + 1 < chunks)(lambda: fetch(n + 1))
 
-                prepare_chunk(read, strength, problem.bounded, chunk, store, fetch_next, emulated)
+                read = reader(qs, ks, gs, n * CHUNK, raw, parameters, interpret=emulated)
+                exchange = places.at[lax.rem(n, 2)], met
+                prepare_chunk(own, read, strength, problem.bounded, chunk, exchange, fetch_next, emulated)
                 plgpu.barrier_arrive(full.at[s])
 
             lax.fori_loop(0, chunks, step, None)
@@ -101,18 +117,19 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
         @pl.when(wg < warpgroups)
         def carry_state() -> None:
             if warpgroups > 1:
-                plgpu.set_max_registers(CARRY_REGISTERS, action="decrease")
+                plgpu.set_max_registers(CARRY_REGISTERS, action="increase")
             own_values = pl.ds(wg * ROWS, ROWS)
 
             def step(n: jax.Array, S: jax.Array) -> jax.Array:
                 s, chunk = stage(n)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_wait(v_loaded.at[s])
                 plgpu.barrier_wait(full.at[s])
-                S = carry(S, chunk, vs.at[s, wg], os.at[wg], scale=scale, bounce=[x.at[wg] for x in bounce])
+                # the outputs take the place of the values
+                S = carry(S, chunk, vs.at[s, wg], scale=scale, bounce=[x.at[wg] for x in bounce])
                 plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(vs.at[s, wg], o.at[b, rows(n), h, own_values])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(free.at[s])
-                plgpu.copy_smem_to_gmem(os.at[wg], o.at[b, rows(n), h, own_values])
                 return S
 
             S = zeros(K)
@@ -127,19 +144,19 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
         out_type=[jax.ShapeDtypeStruct(problem.v_shape, dtype), jax.ShapeDtypeStruct((B, HV, K, V), f32)],
         grid=(HV, B),
         grid_names=("h", "b"),
-        num_threads=warpgroups + 1,
+        num_threads=warpgroups + PREPARERS,
         thread_name="wg",
         scratch_types=[
             *[tile((CHUNK, K), dtype, GROUP)] * 2,
             tile((CHUNK, K), problem.gate, GROUP),
             tile((STAGES, warpgroups, CHUNK, ROWS), dtype, 64),
-            tile((warpgroups, CHUNK, ROWS), dtype, 64),
             plgpu.SMEM((K,), f32),
             *prepared_types(K, dtype, STAGES),
+            *exchange_types(),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=PREPARERS, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
             *(bounce_types(K, dtype, warpgroups) if emulated else []),
         ],

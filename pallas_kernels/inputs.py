@@ -14,7 +14,6 @@ from pallas_kernels.activation import EPSILON, LOG2E, Activation
 from pallas_kernels.within import iota, zeros
 
 CHUNK = rg.ROWS
-GROUP = 32  # channels a pass over the scores: what the registers hold
 f32 = jnp.float32
 COMPILER_PARAMS = plgpu.CompilerParams(
     unsafe_no_auto_barriers=True,
@@ -75,27 +74,27 @@ def load(ref: Any) -> jax.Array:
 def reader(
     q: Any, k: Any, g: Any, first: jax.Array, raw: Raw | None, parameters: Parameters | None, *, interpret: bool
 ) -> Callable[[Any], tuple[jax.Array, ...]]:
-    """The function of a slice of GROUP channels to q, k and exp(g) there, [64, GROUP] float32; first: the chunk's first
-    token. Raw inputs are normalised and activated on the way.
+    """The function of a slice of n channels to q, k and exp(g) there, [64, n] float32; first: the chunk's first token.
+    Raw inputs are normalised and activated on the way.
     """
     if raw is None or parameters is None:
         return lambda cs: (*(load(x.at[:, cs]).astype(f32) for x in (q, k)), jnp.exp2(load(g.at[:, cs]) * LOG2E))
 
     def read(cs: Any) -> tuple[jax.Array, ...]:
         bias = plgpu.load(parameters.bias.at[cs], layout=rg.LAYOUT.reduce(0), optimized=False)
-        x = load(g.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
+        x = load(g.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, cs.size), (1,))
         decay = raw.activation.decay(x, parameters.speed, interpret=interpret)
         if raw.tokens % CHUNK:
-            decay = jnp.where(iota(0, GROUP) + first < raw.tokens, decay, jnp.ones_like(decay))
+            decay = jnp.where(iota(0, cs.size) + first < raw.tokens, decay, jnp.ones_like(decay))
         return *(load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((q, k), parameters.norms, strict=True)), decay
 
     return read
 
 
-def inverse_norms(ref: Any) -> jax.Array:
-    """Of every row of ref [64, K], as an array [64, GROUP]."""
-    total = zeros(GROUP)
-    for start in range(0, ref.shape[1], GROUP):
-        x = load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
+def inverse_norms(ref: Any, columns: int) -> jax.Array:
+    """Of every row of ref [64, K], as an array [64, columns]."""
+    total = zeros(columns)
+    for start in range(0, ref.shape[1], columns):
+        x = load(ref.at[:, pl.ds(start, columns)]).astype(f32)
         total = total + x * x
     return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))

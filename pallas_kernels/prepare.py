@@ -28,11 +28,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fragments as fr
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
+from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, Parameters, Problem, inverse_norms, reader
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed, iota, zeros
 
+GROUP = 32  # channels a pass over the scores: what the registers hold
 f32, i32 = jnp.float32, jnp.int32
 # rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed
 # over the whole chunk. The first row is never read as one: it has dt_bias.
@@ -169,9 +170,10 @@ def run(
     given = None
     if raw is not None:
         beta_rows = raw.activation.strength(beta_rows)
-        given = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS], (inverse_norms(qs), inverse_norms(ks)))
+        norms = inverse_norms(qs, GROUP), inverse_norms(ks, GROUP)
+        given = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS], norms)
         for target in norms_out:
-            for i, norm in enumerate(given.norms):
+            for i, norm in enumerate(norms):
                 memory.store_rows(target.at[head, i, rows], norm, interpret=emulated)
     read = reader(qs, ks, gs, n * CHUNK, raw, given, interpret=emulated)
     tiles = Tiles(qs, ks, kUs, ends, operand)
