@@ -21,13 +21,16 @@ from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 from pallas_kernels.spans import compose, find_spans
 
+KEY_CHANNELS = 192  # at most
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
 
-def unsupported_reason(dtype: Any, scale: float) -> str | None:
-    """Why inputs that `forward` takes have no backward kernels, or None."""
-    if dtype != jnp.bfloat16:
-        return f"the backward kernels take bfloat16, got {dtype}"
+def unsupported_reason(k: jax.Array, scale: float) -> str | None:
+    """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
+    if k.dtype != jnp.bfloat16:
+        return f"the backward kernels take bfloat16, got {k.dtype}"
+    if k.shape[-1] > KEY_CHANNELS:
+        return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
 
 
@@ -78,7 +81,9 @@ def backward(
         return run(spans, *prepared, do, initial, dfinal / scale)
 
     if pieces > 1:
-        maps = make_scan(spans.shape[0], v.shape, K, v.dtype, config=Config(), outputs=False, **options)
+        maps = make_scan(
+            spans.shape[0], v.shape, K, v.dtype, config=Config(stages=config.stages), outputs=False, **options
+        )
         M, N = jnp.split(maps(spans, *prepared[:6])[0], [V], axis=-1)[::-1]
         initial, _ = compose(M, N, initial)
         *_, dN = scan(initial, jnp.zeros_like(initial))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 Run = Callable[..., tuple[jax.Array, ...]]
 
@@ -74,10 +75,12 @@ def over_batch_and_heads(
 
 def _partitioned(local: Run, arrays: str, results: str, value_heads_a_head: int) -> Run:
     def partition(mesh: Any, arguments: Any, outputs: Any) -> Any:
-        def shardings(tree):
-            return jax.tree.map(lambda x: x.sharding, tree)
+        def shardings(xs: Any, axes: str) -> tuple[NamedSharding, ...]:
+            """Those given for the batch and the heads; of any other axis, whatever was given, a device gets all."""
+            specs = (zip(a.split(), x.sharding.spec, strict=False) for a, x in zip(axes.split(", "), xs, strict=True))
+            return tuple(NamedSharding(mesh, PartitionSpec(*(s if a in "bhj" else None for a, s in x))) for x in specs)
 
-        return mesh, local, shardings(outputs), shardings(arguments)
+        return mesh, local, shardings(outputs, results), shardings(arguments, arrays)
 
     @custom_partitioning
     def partitioned(*inputs: jax.Array) -> tuple[jax.Array, ...]:

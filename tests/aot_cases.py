@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
-from pallas_kernels.config import Config
+from pallas_kernels.config import SHARED_KEYS, STAGES, Config
 from pallas_kernels.decode import decode
 from pallas_kernels.fused import make_fused
 from pallas_kernels.inputs import Problem, Raw
+from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
@@ -28,6 +29,8 @@ def cases() -> Iterator[Case]:
         (jnp.bfloat16, 128, 128),
         (jnp.bfloat16, 64, 64),
         (jnp.bfloat16, 128, 256),
+        (jnp.bfloat16, 192, 128),
+        (jnp.bfloat16, 256, 256),
         (jnp.float16, 128, 128),
     ):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
@@ -41,30 +44,35 @@ def cases() -> Iterator[Case]:
                 name = label + " bounded" * bounded + " raw" * (given is not None)
                 problem = Problem(qk, v, dtype, bounded, given)
                 yield f"prepare {name}", make_prepare(problem), arrays
-                if V <= 128:
+                if V <= 128 and K <= SHARED_KEYS:
                     options = {"scale": K**-0.5, "has_state": True}
                     yield f"overlapped {name}", make_overlapped(problem, **options), [*arrays, state]
                     yield f"fused {name}", make_fused(problem, **options), [*arrays, state]
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
-        for config in [Config(1, 3), Config(2, 2)][: V // 64]:
+        one = Config(stages=STAGES[K])
+        for config in [one, Config(2, 2)][: V // 64 if K <= SHARED_KEYS else 1]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
             yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, state]
-        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
+            if (K, V) == (128, 128):
+                scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, every=2)
+                yield f"scan {label}, {config}, states", scan, [((B, 3), jnp.int32), *prepared]
+        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=one, outputs=False)
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()
     yield from decode_cases()
+    yield from latent_cases()
 
 
 def backward_cases() -> Iterator[Case]:
     B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
-    for K, V in ((128, 128), (64, 64), (128, 256)):
+    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128)):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
         yield f"prepare and inverse {label}", make_prepare(Problem(qk, v, dtype, False), inverse=True), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
         prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
-        for warpgroups in (1, 2)[: V // 64]:
+        for warpgroups in (1, 2)[: V // 64 if K <= SHARED_KEYS else 1]:
             scan = make_backward_scan(B, v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
             arrays = [((B, 3), jnp.int32), *prepared, *[((B, H, K, V), f32)] * 2]
             yield f"backward scan {label}, {warpgroups} warpgroups", scan, arrays
@@ -97,3 +105,16 @@ def decode_cases() -> Iterator[Case]:
         inputs = [((B, H, K), dtype), ((B, H, K), dtype), ((B, H, V), dtype), ((B, H, K), dtype), ((B, H), dtype)]
         parameters = [((H,), f32), ((H, K), f32)]
         yield f"decode {K} {V}, {jnp.dtype(state).name} state", step, [*inputs, ((B, H, K, V), state), *parameters]
+
+
+def latent_cases() -> Iterator[Case]:
+    """A small model's latents, Kimi Linear's with all its heads, and the widest."""
+    B, S = 64, 4096
+    for dtype, H, R, C in (
+        (jnp.bfloat16, 16, 256, 288),
+        (jnp.bfloat16, 32, 512, 576),
+        (jnp.float16, 96, 512, 640),
+    ):
+        attend = functools.partial(latent_attention, value_channels=R, scale=1.0)
+        inputs = [((B, H, C), dtype), ((B, S, C), dtype), ((B, 2), jnp.int32)]
+        yield f"latents {jnp.dtype(dtype).name} {H} {C}", attend, inputs

@@ -38,7 +38,7 @@ def test_unknown_keys_stay(name):
     there = document(name) | {"eos_token_id": [1, 2], "vision_config": {"depth": 3}}
     there.setdefault("text_config", there)
     text = there.pop("text_config") if name == "kimi_linear_tiny" else there["text_config"]
-    text["rope_scaling"] = {"type": "none"}
+    text |= {"rope_theta": 1e6, "rope_scaling": None, "sliding_window": None}
     assert hf_config.to_json(hf_config.from_json(there)) == there
 
 
@@ -102,6 +102,8 @@ def test_what_the_library_lacks_is_listed():
         "moe_router_activation_func": "softmax",
         "num_nextn_predict_layers": 1,
         "qk_head_dim": 25,
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "sliding_window": 4096,
         "rms_norm_eps": 1e-6,
         "quantization_config": None,
     }
@@ -114,6 +116,8 @@ def test_what_the_library_lacks_is_listed():
         "  mla_use_nope is False, expected True",
         "  moe_router_activation_func is 'softmax', expected 'sigmoid'",
         "  num_nextn_predict_layers is 1, expected 0",
+        "  rope_scaling is {'type': 'yarn', 'factor': 4.0}, expected None",
+        "  sliding_window is 4096, expected None",
     ]
 
 

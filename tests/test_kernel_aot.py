@@ -15,7 +15,7 @@ TOOL = TESTS.parent.parent / "shared" / "tools" / "aot_h200.py"
 # What is known to spill, bytes at most: the gradients of a chunk hold all of it in registers.
 SPILLED = {"backward chunk": 200}
 # Kernels whose products are wgmma's.
-TENSOR_CORES = ("prepare", "scan", "overlapped", "backward")
+TENSOR_CORES = ("prepare", "scan", "overlapped", "fused", "backward", "latents")
 
 
 @pytest.mark.skipif(

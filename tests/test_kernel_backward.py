@@ -82,6 +82,10 @@ def test_a_sequence_in_pieces(rng):
     check(arrays(rng, "slow", T=200, H=1, HV=2, K=64, V=64), kernels(Config(pieces=6)))
 
 
+def test_three_parts_of_the_keys(rng):
+    check(arrays(rng, "slow", T=70, H=1, HV=1, K=192, V=64), kernels(Config(stages=2)))
+
+
 def test_identical_keys_that_forget_nothing(rng):
     """dv and dbeta are small differences of what goes through the states."""
     q, k, v, g, beta, *more = arrays(rng, "slow", T=180, H=1, HV=1, K=64, V=64)

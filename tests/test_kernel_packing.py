@@ -151,7 +151,7 @@ def test_raw_projections(rng, monkeypatch, kind, lower_bound):
     assert not any(x[:, outside].any() for x in (o, *got[:5]))
 
 
-@pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32)])
+@pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32), (200, 32)])
 def test_other_numbers_of_channels(rng, K, V):
     arrays = inputs(rng, T=70, K=K, V=V, states=1)
     o, final_state = kernels(arrays)

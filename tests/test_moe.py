@@ -104,6 +104,15 @@ def test_no_token_is_dropped(rng):
     tolerances.assert_close(y, naive("kimi_linear", layer_cases.parameters(layer), x), tolerances.FORWARD["float32"])
 
 
+def test_forward_mode(rng):
+    """<c, J t> = <J^T c, t>, in the direction t of the tokens."""
+    layer = build("kimi_k3", rng)
+    x, tangent, cotangent = rng.normal(size=(3, *IDS.shape, WIDTH)).astype(np.float32)
+    _, forward = jax.jit(lambda x, t: jax.jvp(lambda x: layer(x)[0], (x,), (t,)))(x, tangent)
+    (_, backward), _ = value_and_gradients(layer, x, None, cotangent)
+    assert float(jnp.sum(forward * cotangent)) == pytest.approx(float(jnp.sum(backward * tangent)), rel=1e-4)
+
+
 def test_padding_reaches_nothing(rng):
     """Neither a load, nor another token's output, nor a gradient, whatever stands in it."""
     layer = build("kimi_k3", rng)

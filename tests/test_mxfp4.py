@@ -64,3 +64,12 @@ def test_levels():
     packed = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2], np.uint8)
     got = mxfp4.unpack(packed, np.array([[128]], np.uint8)).astype(float)
     np.testing.assert_array_equal(got[0, :16], 2 * np.array([*LEVELS, *(-x for x in LEVELS)]))
+
+
+def test_a_scale_of_255_is_nan():
+    """In its own block alone; and there is nothing to pack."""
+    weights = mxfp4.unpack(np.full((1, 48), 0x21, np.uint8), np.array([[127, 255, 126]], np.uint8))
+    np.testing.assert_array_equal(np.isnan(weights.astype(float)).reshape(3, 32).all(1), [False, True, False])
+    assert np.isnan(weights.astype(float)).sum() == 32
+    with pytest.raises(ValueError, match="no MXFP4 numbers"):
+        mxfp4.pack(weights)

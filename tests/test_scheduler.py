@@ -157,7 +157,13 @@ def test_submit_errors(request_, message):
 
 
 def test_config_errors():
-    with pytest.raises(ValueError, match=r"SchedulerConfig.burst must be at least 1, got 0"):
-        dataclasses.replace(CONFIG, burst=0)
-    with pytest.raises(ValueError, match=r"SchedulerConfig.max_checkpoints must be at least 0, got -1"):
-        dataclasses.replace(CONFIG, max_checkpoints=-1)
+    for name, value, least in (
+        ("burst", 0, 1),
+        ("max_checkpoints", -1, 0),
+        ("capacity", 32.0, 1),
+        ("num_slots", "3", 1),
+    ):
+        with pytest.raises(
+            ValueError, match=f"SchedulerConfig.{name} must be an integer of at least {least}, got {value!r}"
+        ):
+            dataclasses.replace(CONFIG, **{name: value})

@@ -125,6 +125,13 @@ def append(
     return AttentionCache(stored, sequence, length), (same & causal)[:, None]
 
 
+def window(cache: AttentionCache, tokens: Tokens) -> Int[Array, "B 2"]:
+    """Start and stop of the places that the only token of a call may see, after `append`; 0 and 0 for padding."""
+    valid, position = tokens.valid[:, 0], tokens.position[:, 0]
+    ends = jnp.stack([cache.length - 1 - position, jnp.minimum(cache.length, cache.capacity)], axis=1)
+    return jnp.where(valid[:, None], ends, 0)
+
+
 def init_attention_cache(batch_size: int, capacity: int, entries: tuple[jax.ShapeDtypeStruct, ...]) -> AttentionCache:
     """An empty cache for entries of the given shapes (without batch and place) and dtypes.
 

@@ -15,10 +15,12 @@ from kda_jax.layers.inputs import check_inputs, zero_padding
 from kda_jax.layers.mixer import KDA, MixerConfig, init_decay
 from kda_jax.layers.norm import GatedRMSNorm
 from kda_jax.ops.api import kda_raw
-from kda_jax.ops.decode import kda_raw_step, kda_step
+from kda_jax.ops.decode import kda_raw_step
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.linear import linear_attention
 from kda_jax.ops.types import SegmentIds, state_dtype
+
+NO_DECAY = -1e30  # the raw decay whose activation is exactly 0, and so is its gradient
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -148,15 +150,12 @@ class KimiDeltaAttention(nnx.Module):
         decay = Decay(self.A_log[...], self.dt_bias[...], self.mixer.lower_bound)
         reflect = self.mixer.negative_eigenvalues
         if x.shape[1] == 1:
+            if segment_ids is not None:  # padding has k = 0, so its state stays; no select reads the old state after
+                valid = segment_ids[:, :, None, None] != 0
+                g_raw = jnp.where(valid, g_raw.astype(state_dtype(g_raw.dtype)), NO_DECAY)
             q, k, v, g_raw, beta_raw = (y[:, 0] for y in (q, k, v, g_raw, beta_raw))
-            if segment_ids is None:
-                o, state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
-            else:  # padding has q = k = 0, and without a decay its state stays; no select reads the old state after
-                valid = segment_ids[:, :, None] != 0
-                g, beta = jnp.where(valid, decay(g_raw), 0), write_strength(beta_raw, reflect)
-                o, state = kda_step(l2_normalize(q), l2_normalize(k), v, g, beta, state)
-                o = jnp.where(valid, o, 0)
-            return o[:, None], state
+            o, state = kda_raw_step(q, k, v, g_raw, beta_raw, decay, state, negative_eigenvalues=reflect)
+            return o[:, None] if segment_ids is None else jnp.where(valid, o[:, None], 0), state
         return kda_raw(
             q,
             k,

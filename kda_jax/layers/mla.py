@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kda_jax.layers.attention import AttentionImplementation, attend, settle
-from kda_jax.layers.cache import AttentionCache, append, init_attention_cache, locate
+from kda_jax.layers.cache import AttentionCache, append, init_attention_cache, locate, window
 from kda_jax.layers.inputs import check_inputs, no_tokens, zero_padding
+from kda_jax.ops.latent_attention import latent_attention
 from kda_jax.ops.types import SegmentIds
 
 
@@ -67,7 +68,8 @@ class LatentAttention(nnx.Module):
       config: the sizes within.
       dtype, param_dtype: of the computation (by default that of x and the weights together) and of the weights.
       epsilon: of the norms on the latent and the query.
-      implementation: of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
+      implementation: of `jax.nn.dot_product_attention`: None, "xla" or "cudnn". A single token on a cache has a kernel
+        of its own where that is supported (see `latent_attention`), unless this is "xla".
 
     Raises:
       ValueError: for sizes that are not positive.
@@ -127,8 +129,11 @@ class LatentAttention(nnx.Module):
             o = self._expanded(q, entry, None if segment_ids is None else tokens.mask())
         else:
             cache, mask = append(cache, (entry,), tokens)
-            form = self._absorbed if self._absorbing_pays(x.shape[1]) else self._expanded
-            o = form(q, cache.entries[0].astype(q.dtype), mask)
+            held = cache.entries[0].astype(q.dtype)
+            if self._absorbing_pays(x.shape[1]):
+                o = self._absorbed(q, held, mask, window(cache, tokens) if x.shape[1] == 1 else None)
+            else:
+                o = self._expanded(q, held, mask)
         o = settle(o.reshape(*x.shape[:2], -1), tokens, cache)
         o = o * jax.nn.sigmoid(self.g_proj(x)) if self.config.output_gate else o
         return self.o_proj(o), cache
@@ -152,13 +157,21 @@ class LatentAttention(nnx.Module):
         k = jnp.concatenate([k, shared], axis=-1)
         return attend(q, k, v, mask, scale=self.scale, implementation=self.implementation)
 
-    def _absorbed(self, q, entry, mask):
-        """The same with W_uk and W_uv moved to the queries' side: every head reads the one latent [B, S, 1, R + E]."""
+    def _absorbed(self, q, entry, mask, window):
+        """The same with W_uk and W_uv moved to the queries' side: every head reads the one latent [B, S, R + E].
+
+        A call of one token sees the places in `window` [B, 2]; where that is None, those of the mask.
+        """
         c = self.config
         weight = self.kv_b_proj.kernel[...].astype(q.dtype).reshape(c.latent_dim, self.num_heads, -1)
         W_uk, W_uv = jnp.split(weight, [c.key_dim], axis=-1)
         own, shared = jnp.split(q, [c.key_dim], axis=-1)
         q = jnp.concatenate([jnp.einsum("bthp,rhp->bthr", own, W_uk), shared], axis=-1)
-        entry = entry[:, :, None]
-        o = attend(q, entry, entry, mask, scale=self.scale, implementation=self.implementation)
-        return jnp.einsum("bthr,rhv->bthv", o[..., : c.latent_dim], W_uv)
+        if window is None:
+            entry = entry[:, :, None]
+            o = attend(q, entry, entry, mask, scale=self.scale, implementation=self.implementation)[..., : c.latent_dim]
+        else:
+            implementation = "xla" if self.implementation == "xla" else None
+            options = {"value_channels": c.latent_dim, "scale": self.scale, "implementation": implementation}
+            o = latent_attention(q[:, 0], entry, window, **options)[:, None]
+        return jnp.einsum("bthr,rhv->bthv", o, W_uv)

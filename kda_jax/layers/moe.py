@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kda_jax.layers.inputs import check_inputs, zero_padding
 from kda_jax.layers.mlp import Activation, GatedMLP, swiglu
 from kda_jax.layers.norm import EPSILON
+from kda_jax.ops.grouped_product import grouped_product
 from kda_jax.ops.types import SegmentIds, state_dtype
 
 
@@ -149,7 +150,7 @@ class Experts(nnx.Module):
         """The first sizes[0] rows through the first expert, the next sizes[1] through the second, and so on."""
         weights = (self.gate_proj[...], self.up_proj[...], self.down_proj[...])
         x, gate, up, down = nnx.nn.dtypes.promote_dtype((x, *weights), dtype=self.dtype)
-        product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+        product = functools.partial(grouped_product, sizes=sizes)
         return product(self.activation(product(x, gate), product(x, up)), down)
 
 
@@ -223,10 +224,9 @@ class MixtureOfExperts(nnx.Module):
     ) -> Float[Array, "N L"]:
         """sum_k weights[n, k] * expert experts[n, k] of x[n]: sort the copies by expert, multiply, sort back."""
         order = jnp.argsort(experts.reshape(-1), stable=True)
-        inverse = jnp.argsort(order)
         sizes = _count(experts, self.config.num_experts)
-        copies = _permute(jnp.repeat(x, self.config.top_k, axis=0), order, inverse)
-        y = _permute(self.experts(copies, sizes), inverse, order)
+        copies = _permute(jnp.repeat(x, self.config.top_k, axis=0), order)
+        y = _permute(self.experts(copies, sizes), jnp.argsort(order))
         y = y.reshape(*experts.shape, y.shape[-1])
         return jnp.sum(y.astype(weights.dtype) * weights[..., None], axis=1).astype(y.dtype)
 
@@ -235,19 +235,6 @@ def _count(experts: Int[Array, "N k"], num_experts: int, each: Int[Array, " N*k"
     return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(each)
 
 
-@jax.custom_vjp
-def _permute(x: Float[Array, "M L"], order: Int[Array, " M"], inverse: Int[Array, " M"]) -> Float[Array, "M L"]:
-    """x[order]; knowing the inverse makes the gradient a gather too, not a scatter."""
-    return x[order]
-
-
-def _permute_fwd(x, order, inverse):
-    return _permute(x, order, inverse), (order, inverse)
-
-
-def _permute_bwd(maps, dy):
-    order, inverse = maps
-    return _permute(dy, inverse, order), None, None
-
-
-_permute.defvjp(_permute_fwd, _permute_bwd)
+def _permute(x: Float[Array, "M L"], order: Int[Array, " M"]) -> Float[Array, "M L"]:
+    """x[order] for a permutation: that no index comes twice spares the gradient, a scatter, the atomic additions."""
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")

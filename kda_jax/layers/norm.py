@@ -39,6 +39,10 @@ class GatedRMSNorm(nnx.RMSNorm):
         self, x: Float[Array, "B T HV V"], gate: Float[Array, "B T HV V"] | None = None
     ) -> Float[Array, "B T HV V"]:
         """Computed in float32, returned in x's dtype; without a gate, the norm alone."""
-        y = super().__call__(x.astype(state_dtype(x.dtype)))
+        assert self.scale is not None  # only Flax's own may have none
+        y = x.astype(state_dtype(x.dtype))
+        # Flax scales the root first, of which XLA makes two kernels on GPUs instead of one.
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        y = y * self.scale[...].astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         y = y if gate is None else y * self.activation(gate.astype(y.dtype))
         return y.astype(x.dtype)

@@ -74,6 +74,8 @@ def text(config: HybridConfig) -> Fields:
     }
     implied = {
         "mla_use_nope": True,
+        "rope_scaling": None,
+        "sliding_window": None,
         "attention_bias": False,
         "num_nextn_predict_layers": 0,
         "qk_head_dim": mla.key_dim + mla.shared_dim,

@@ -7,10 +7,11 @@ BLOCK = 32
 LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)  # E2M1; bit 3 of a code is the sign
 CODES = np.concatenate([LEVELS, -LEVELS])
 BIAS = 127  # of the scale's exponent
+NOT_A_NUMBER = 255  # the scale of a block of NaN
 
 
 def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The weights [..., columns] as bfloat16, which holds each of them exactly: code * 2^(scale - 127).
+    """The weights [..., columns] as bfloat16, which holds each of them exactly: code * 2^(scale - 127), NaN for 255.
 
     Args:
       packed: [..., columns / 2] uint8; the low four bits are the even column.
@@ -22,7 +23,7 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * BLOCK:
         raise ValueError(f"packed {packed.shape} needs one scale for 16 bytes, got {scale.shape}")
     values = CODES[np.stack([packed & 15, packed >> 4], axis=-1)]
-    blocks = values.reshape(*scale.shape, BLOCK)
+    blocks = np.where((scale == NOT_A_NUMBER)[..., None], np.float32(np.nan), values.reshape(*scale.shape, BLOCK))
     weights = np.ldexp(blocks, scale.astype(np.int32)[..., None] - BIAS)
     return weights.reshape(*packed.shape[:-1], -1).astype(jnp.bfloat16)
 

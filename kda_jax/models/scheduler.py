@@ -8,6 +8,7 @@ while scheduler.pending:
 """
 
 import dataclasses
+import numbers
 from collections import deque
 from collections.abc import Sequence
 
@@ -46,10 +47,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             least = 0 if field.name in ("max_checkpoints", "max_stop_tokens") else 1
-            if getattr(self, field.name) < least:
-                raise ValueError(
-                    f"SchedulerConfig.{field.name} must be at least {least}, got {getattr(self, field.name)}"
-                )
+            value = getattr(self, field.name)
+            if not isinstance(value, numbers.Integral) or value < least:
+                raise ValueError(f"SchedulerConfig.{field.name} must be an integer of at least {least}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
