@@ -28,7 +28,8 @@ SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little 
 def unsupported_reason(k: jax.Array, scale: float) -> str | None:
     """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
     if k.dtype != jnp.bfloat16:
-        return f"the backward kernels take bfloat16, got {k.dtype}"
+        why = "float16 holds neither gradients of any size nor dv and v_new of a small beta, whose square dbeta is over"
+        return f"the backward kernels take bfloat16, got {k.dtype}: {why}"
     if k.shape[-1] > KEY_CHANNELS:
         return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
