@@ -100,9 +100,9 @@ def kda_raw_mosaic(
     static = _Static(float(scale), g_min, config, interpret, activation=activation)
     inputs, parameters = (q, k, v, g_raw, beta_raw), (decay.A_log, decay.dt_bias)
     if packing is not None and unsupported_reason(k, scale) is not None:
-        inputs = select_valid(packing, *_activate(static, *inputs, *parameters))
+        activated = select_valid(packing, *_activate(static, *inputs, *parameters))
         options: dict[str, Any] = {"g_min": decay.lower_bound, "config": config, "interpret": interpret}
-        return kda_mosaic(*inputs, scale=scale, initial_state=initial_state, packing=packing, **options)
+        return kda_mosaic(*activated, scale=scale, initial_state=initial_state, packing=packing, **options)
     if packing is not None:
         wide = g_raw if g_raw.dtype == jnp.bfloat16 else g_raw.astype(jnp.float32)  # float16 does not hold a reset
         g_raw = jnp.where(packing.valid[..., None, None], wide, RAW_INERT)

@@ -95,7 +95,7 @@ def test_sequences_with_their_own_states(rng, monkeypatch):
 RAW = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
 
 
-@pytest.mark.parametrize(("kind", "lower_bound"), [("cu_seqlens", -5.0), ("segment_ids", -5.0), ("segment_ids", None)])
+@pytest.mark.parametrize(("kind", "lower_bound"), [("cu_seqlens", -5.0), ("segment_ids", -1.0), ("segment_ids", None)])
 def test_raw_projections(rng, monkeypatch, kind, lower_bound):
     """Padding keeps the state whatever a projection of zeros decays to, and a reset leaves nothing of it whatever the
     bound; the gradients of the decay's parameters are those of the sequences alone.
