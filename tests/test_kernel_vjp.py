@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import kda as oracle
+from reference import kda_raw as raw_oracle
 from tolerances import assert_close
 
+from kda_jax import Decay
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
 from kda_jax.ops.prepare import select_valid
@@ -171,6 +173,22 @@ def test_segments_with_bounded_decay(rng, monkeypatch, reason):
             assert_close(x[:, own], y, 1e-4, name)
         if segment == 3:
             assert_close(got[5], want[5], 1e-4, "initial_state")
+    assert_close(final_state, last, 1e-5, "final_state")
+
+
+def test_packed_raw_projections_without_backward_kernels_are_activated_first(rng, monkeypatch):
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: "no backward kernels")
+    q, k, v, g, beta, _ = inputs(rng, batch=(1,))
+    ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
+    packing = plan_segments(jnp.asarray(ids))
+    A_log, dt_bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((HV,), (HV, K)))
+    raw = select_valid(packing, 3 * q, 2 * k, v, g, beta)
+    run = jax.jit(lambda *x: vjp.kda_raw_mosaic(*x, Decay(A_log, dt_bias, -1.0), scale=SCALE, packing=packing))
+    o, final_state = run(*raw)
+    for segment in (3, 5, 2):
+        own = [np.asarray(x[:, ids[0] == segment]) for x in raw]
+        want, last = raw_oracle(*own, np.asarray(A_log), np.asarray(dt_bias), lower_bound=-1.0, scale=SCALE)
+        assert_close(o[:, ids[0] == segment], want, 1e-5, "o")
     assert_close(final_state, last, 1e-5, "final_state")
 
 
