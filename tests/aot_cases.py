@@ -13,6 +13,7 @@ from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode
+from pallas_kernels.grouped_product import grouped_product_mosaic
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.prepare import Raw, make_prepare
 from pallas_kernels.scan import make_scan
@@ -46,6 +47,7 @@ def cases() -> Iterator[Case]:
     yield from backward_cases()
     yield from decode_cases()
     yield from latent_cases()
+    yield from grouped_cases()
 
 
 def backward_cases() -> Iterator[Case]:
@@ -93,3 +95,10 @@ def latent_cases() -> Iterator[Case]:
         attend = functools.partial(latent_attention, value_channels=R, scale=1.0)
         inputs = [((B, H, C), dtype), ((B, S, C), dtype), ((B, 2), jnp.int32)]
         yield f"latents {jnp.dtype(dtype).name} {H} {C}", attend, inputs
+
+
+def grouped_cases() -> Iterator[Case]:
+    """Kimi Linear's experts at 64 and at 4096 tokens."""
+    E, D, F, dtype = 256, 2304, 1024, jnp.bfloat16
+    for M in (512, 32768):
+        yield f"grouped {M}", grouped_product_mosaic, [((M, D), dtype), ((E, D, F), dtype), ((E,), jnp.int32)]
