@@ -1,14 +1,16 @@
 """Check every implementation and peer against the recurrence, then time them side by side.
 
-    python -m experiments.bench [--shapes=1x1024x4,...] [--gates=fast,slow] [--implementations=chunk,...]
-        [--decode=1x32,...] [--peers=all|none|jax-linear-attention,tokamax,...] [--dtype=float32|bfloat16]
-        [--output=FILE.jsonl]
+    python -m experiments.bench [--shapes=1x1024x4,...] [--gates=slow,fast] [--passes=forward,forward+backward]
+        [--implementations=chunk,...] [--peers=all|none|jax-linear-attention,tokamax,...] [--only=REGEX]
+        [--decode=1x32,...] [--dtype=float32|bfloat16] [--queue=FILE] [--output=FILE.jsonl]
 
-What is checked is what is timed: the program for o and the final state, and the one with the gradients of q, k, v, g
-and beta for a random cotangent of o. A line of JSON is one measurement and the first says of what; tables end the
-run. Versions take turns, so that a drift of the machine meets all alike. On a GPU the ceilings of copying and of
-matrix products, causal attention by cuDNN and decoding are measured too. Peers that run in PyTorch share the GPU's
-memory with JAX only where XLA_PYTHON_CLIENT_PREALLOCATE=false.
+First all programs are compiled, side by side. What is checked is what is timed: the program for o and the final state,
+and the one with the gradients of q, k, v, g and beta for a random cotangent of o; over 256 tokens, with the heads of
+the first shape. A line of JSON is one measurement and the first says of what; tables end the run. Versions take turns,
+so that a drift of the machine meets all alike. On a GPU the ceilings of copying and of matrix products, causal
+attention by cuDNN and decoding are measured too. Peers that run in PyTorch share the GPU's memory with JAX only where
+XLA_PYTHON_CLIENT_PREALLOCATE=false. Compiling takes longest: several runs, each of some shapes, compile side by side
+and measure one after the other where they are given the same --queue.
 """
 
 import dataclasses
@@ -16,22 +18,28 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags, logging
 
-from experiments import clock, decoding, metrics, peers, tables, versions
+from experiments import bench_tables, ceilings, clock, decoding, metrics, peers, versions
 from experiments.commands import Row, WrongResultError, one_line, read_flags, record
 from experiments.errors import ConfigError
 from experiments.versions import Shape, Version
 
 _SHAPES = flags.DEFINE_list("shapes", None, "BxTxH,...; by default 1x1024x4 on a CPU, six large ones on a GPU.")
-_GATES = flags.DEFINE_list("gates", ["fast", "slow"], "Forgetting within tokens (fast) or within about twenty (slow).")
+_GATES = flags.DEFINE_list(
+    "gates", ["slow", "fast"], "Forgetting within about twenty tokens (slow) or within few (fast)."
+)
+_PASSES = flags.DEFINE_list("passes", list(versions.PASSES), "What is computed: of o, or of the gradients too.")
+_ONLY = flags.DEFINE_string("only", "", "Regular expression, searched in what is measured: 'mosaic_gpu raw, bounded'.")
 _DECODE = flags.DEFINE_list("decode", None, "SEQUENCESxHEADS,...; by default none on a CPU, five sizes on a GPU.")
-_IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, "Of kda_jax.kda; by default all that run, but scan.")
+_IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, "Of kda_jax.kda; by default the fastest that runs.")
 _PEERS = flags.DEFINE_list("peers", ["all"], "all (that are installed), none, or names.")
+_QUEUE = flags.DEFINE_string("queue", None, "A file at which runs wait for one another, for which it is made.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of q, k, v and o; by default float32 on a CPU, bfloat16 on a GPU.")
 
 SHAPES = {
@@ -39,6 +47,8 @@ SHAPES = {
     "gpu": ["1x8192x32", "1x65536x32", "4x4096x64", "1x8192x96", "2x16384x16", "1x1024x32"],
 }
 DECODE = {"cpu": [], "gpu": ["1x32", "8x32", "64x32", "256x32", "1024x32"]}
+
+Programs = Mapping[Any, clock.Program | Exception]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +58,26 @@ class Settings:
     shapes: Sequence[Shape]
     decode: Sequence[decoding.Size]
     gates: Sequence[str]
+    passes: Sequence[str]
     implementations: Sequence[str]
     peers: Sequence[str]
+    only: str
     dtype: str
+
+    @property
+    def checked(self) -> Shape:
+        """What is checked; some peers compile for a number of heads, and that of a timed shape costs nothing more."""
+        return (*versions.CHECKED, self.shapes[0][2])
 
 
 def parse(
     shapes: Sequence[str] | None,
     decode: Sequence[str] | None,
     gates: Sequence[str],
+    passes: Sequence[str],
     implementations: Sequence[str] | None,
     peer_names: Sequence[str],
+    only: str,
     dtype: str | None,
 ) -> Settings:
     """The values of the flags, with defaults for this backend where they are None.
@@ -70,19 +89,24 @@ def parse(
     dtype = dtype or ("bfloat16" if gpu else "float32")
     if dtype not in versions.BOUNDS:
         raise ConfigError(f"--dtype={dtype}: give one of {', '.join(versions.BOUNDS)}")
-    if not gates or not set(gates) <= set(versions.GATES):
-        raise ConfigError(f"--gates={','.join(gates)}: give some of {', '.join(versions.GATES)}")
+    for flag, values, known in (("gates", gates, versions.GATES), ("passes", passes, versions.PASSES)):
+        if not values or not set(values) <= set(known):
+            raise ConfigError(f"--{flag}={','.join(values)}: give some of {', '.join(known)}")
+    try:
+        re.compile(only)
+    except re.error as error:
+        raise ConfigError(f"--only={only}: not a regular expression, {error}") from error
     if implementations is None:
-        implementations = [name for name in ("mosaic_gpu", "chunk") if versions.refusal(name, dtype) is None]
+        implementations = [name for name in ("mosaic_gpu", "chunk") if versions.refusal(name, dtype) is None][:1]
     for name in implementations:
         if reason := versions.refusal(name, dtype):
             raise ConfigError(f"--implementations={','.join(implementations)}: {reason}")
     backend = "gpu" if gpu else "cpu"
-    texts = shapes or SHAPES[backend]
+    texts = SHAPES[backend] if shapes is None else shapes
     sizes = [(B, T, H) for B, T, H in (_numbers("shapes", text, "BxTxH", "1x1024x4") for text in texts)]
     texts = DECODE[backend] if decode is None else decode
     steps = [(N, H) for N, H in (_numbers("decode", text, "SEQUENCESxHEADS", "64x32") for text in texts)]
-    return Settings(sizes, steps, gates, implementations, peers.parse(peer_names), dtype)
+    return Settings(sizes, steps, gates, passes, implementations, peers.parse(peer_names), only, dtype)
 
 
 def _numbers(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
@@ -102,62 +126,97 @@ def header(settings: Settings) -> Row:
     }
 
 
-def run(settings: Settings) -> Iterator[Row]:
-    """Every measurement, as it is made.
+def run(settings: Settings, wait: Callable[[], None] = lambda: None) -> Iterator[Row]:
+    """Every measurement, as it is made; what fails or is wrong says so in its line, and the rest goes on.
 
-    Raises:
-      WrongResultError: if one of ours is wrong, before anything is timed.
+    wait: is called between compiling and measuring.
     """
-    known = [version for name in settings.implementations for version in versions.ours(name)]
-    right = yield from _right(known, settings.peers, peers.versions, functools.partial(check, settings=settings))
-    steps = []
-    if settings.decode:
-        ours, check_one = decoding.ours(), functools.partial(check_step, settings=settings)
-        steps = yield from _right(ours, settings.peers, peers.steps, check_one)
-    if jax.default_backend() == "gpu":
-        yield from ceilings()
-        for shape in settings.shapes:
-            yield from attention(shape)
+    known = []
+    if settings.shapes:
+        known += [version for name in settings.implementations for version in versions.ours(name)]
+        known += yield from _of_peers(settings.peers, peers.versions)
+    known = [version for version in known if re.search(settings.only, _label(version))]
+    known = [version for version in known if set(version.passes) & set(settings.passes)]
+    steps = [*decoding.ours(), *(yield from _of_peers(settings.peers, peers.steps))] if settings.decode else []
+    gpu = jax.default_backend() == "gpu"
+    programs = yield from build(known, steps, settings, gpu)
+    wait()
+    known = yield from _right(known, functools.partial(check, programs=programs, settings=settings))
+    steps = yield from _right(steps, functools.partial(check_step, programs=programs, settings=settings))
+    if gpu:
+        yield from ceilings.measure(programs)
     for shape in settings.shapes:
-        yield from measure(right, shape, settings.gates, settings.dtype)
+        yield from measure(known, programs, shape, settings)
+        if gpu:
+            yield from ceilings.attention(programs, shape, settings.passes, settings.dtype)
     for size in settings.decode:
-        yield from decoding.measure(steps, size, settings.dtype)
+        yield from decoding.measure(steps, programs, size, settings.dtype)
+
+
+def build(
+    ways: Sequence[Version], steps: Sequence[decoding.Step], settings: Settings, with_ceilings: bool
+) -> Generator[Row, None, Programs]:
+    """The programs of all that is checked and timed, each with a line as it is ready."""
+    beside: dict[Any, clock.Build] = dict(ceilings.builds()) if with_ceilings else {}
+    alone: dict[Any, clock.Build] = {}
+    for way in [*ways, ceilings.ATTENTION] if with_ceilings else ways:
+        names = [name for name in settings.passes if name in way.passes]
+        shapes = [(settings.checked, name) for name in names[-1:]] if way in ways else []
+        for shape, name in [*shapes, *itertools.product(settings.shapes, names)]:
+            task = functools.partial(versions.build, way, shape, name, settings.dtype)
+            (beside if way.build is None else alone)[way, shape, name] = task
+    for step in (*decoding.copies(), *steps):
+        for size in (decoding.CHECKED, *settings.decode) if settings.decode else ():
+            task = functools.partial(decoding.build, step, size, settings.dtype)
+            (beside if step.build is None else alone)[step, size] = task
+    programs = {}
+    for key, program in clock.build_all(beside, alone):
+        programs[key] = program
+        result = {"error": one_line(program)} if isinstance(program, Exception) else {"compile_s": program.compile_s}
+        yield {"measurement": "build", **_what(key), **result}
+    return programs
+
+
+def _of_peers[Way: (Version, decoding.Step)](
+    names: Sequence[str], make: Callable[[str], list[Way]]
+) -> Generator[Row, None, list[Way]]:
+    """What peers offer; that one cannot be imported a line says."""
+    found = []
+    for name in names:
+        try:
+            found += make(name)
+        except Exception as error:
+            yield {"measurement": "check", "version": name, "peer": True, "error": one_line(error)}
+    return found
 
 
 def _right[Way: (Version, decoding.Step)](
-    ours: Sequence[Way],
-    peer_names: Sequence[str],
-    make: Callable[[str], list[Way]],
-    check: Callable[[Way], Iterator[Row]],
+    ways: Sequence[Way], check: Callable[[Way], Iterator[Row]]
 ) -> Generator[Row, None, list[Way]]:
-    """Those of ours and of the peers that are right; that a peer is not a line says, and the rest goes on."""
+    """Those that are right; what another does a line says."""
     right = []
-    for way in ours:
-        yield from check(way)
-        right.append(way)
-    for name in peer_names:
-        wrong = {"measurement": "check", "version": name, "peer": True}
+    for way in ways:
         try:
-            for way in make(name):
-                wrong["version"] = way.name
-                yield from check(way)
-                right.append(way)
+            yield from check(way)
+            right.append(way)
         except Exception as error:
-            yield {**wrong, "error": one_line(error)}
+            yield {"measurement": "check", "version": way.name, "peer": way.peer, "error": one_line(error)}
     return right
 
 
-def check(version: Version, settings: Settings) -> Iterator[Row]:
+def check(version: Version, programs: Programs, settings: Settings) -> Iterator[Row]:
     """The errors of a version; raises WrongResultError where it is not the recurrence."""
+    name = [name for name in settings.passes if name in version.passes][-1]
+    program = clock.built(programs[version, settings.checked, name])
     for gate in settings.gates:
-        errors = versions.errors(version, gate, settings.dtype)
+        errors = versions.errors(version, program, settings.checked, gate, settings.dtype)
         yield {"measurement": "check", **_who(version), "gates": gate, "relative_rms": errors}
-        _refuse(f"{version.name}, {gate} gates", versions.beyond_bounds(errors, settings.dtype))
+        _refuse(f"{version.name}, {gate} gates", versions.beyond_bounds(version, errors, settings.dtype))
 
 
-def check_step(step: decoding.Step, settings: Settings) -> Iterator[Row]:
+def check_step(step: decoding.Step, programs: Programs, settings: Settings) -> Iterator[Row]:
     """The same of a step."""
-    errors = decoding.errors(step, settings.dtype)
+    errors = decoding.errors(step, clock.built(programs[step, decoding.CHECKED]), settings.dtype)
     yield {"measurement": "check", "version": step.name, "peer": step.peer, "state": step.state, "relative_rms": errors}
     _refuse(f"{step.name}, a step", decoding.beyond_bounds(step, errors, settings.dtype))
 
@@ -167,116 +226,66 @@ def _refuse(what: str, beyond: Sequence[str]) -> None:
         raise WrongResultError(f"{what}: relative RMS too large: {', '.join(beyond)}")
 
 
-def measure(candidates: Sequence[Version], shape: Shape, gates: Sequence[str], dtype: str) -> Iterator[Row]:
+def measure(known: Sequence[Version], programs: Programs, shape: Shape, settings: Settings) -> Iterator[Row]:
     """Both passes of all versions on the same inputs; a version that fails (out of memory) says so in its line.
 
-    What a version is compared with is the fastest peer of its kind.
+    What a version is compared with is the fastest peer of its kind. Raw inputs come with the first gates alone.
     """
-    sizes = dict(zip("BTHKV", (*shape, versions.CHANNELS, versions.CHANNELS), strict=True))
-    for name in versions.PASSES:
-        programs: dict[Version, clock.Program] = {}  # compiled for the first gates, used for all
-        for gate in gates:
-            what = {"measurement": "time", **sizes, "gates": gate, "pass": name}
-            inputs = versions.draw(shape, gate, dtype)
-            samples = {}
-            for version in (version for version in candidates if name in version.passes):
-                arguments = versions.arguments(version, inputs)
+    for name, gate in itertools.product(settings.passes, settings.gates):
+        what = {"measurement": "time", **versions.sizes(shape), "gates": gate, "pass": name}
+        inputs = versions.draw(shape, gate, settings.dtype)
+        samples = {}
+        for version in known:
+            if name in version.passes and (version.kind == "activated" or gate == settings.gates[0]):
                 try:
-                    if version not in programs:
-                        programs[version] = versions.build(version, name, *arguments)
-                    samples[version] = clock.warm_up(programs[version], *arguments)
+                    arguments = versions.arguments(version, inputs)
+                    samples[version] = clock.warm_up(programs[version, shape, name], *arguments)
                 except Exception as error:
                     yield {**what, **_who(version), "error": one_line(error)}
-            times = clock.interleave(samples)
-            for version, row in times.items():
-                peers = [t["median_ms"] for other, t in times.items() if other.peer and other.kind == version.kind]
-                ratio = row["median_ms"] / min(peers) if peers else None
-                program = programs[version]
-                cost = {"temporary_bytes": program.temporary_bytes, "compile_s": program.compile_s}
-                yield {**what, **_who(version), **row, "over_fastest_peer": ratio, **cost}
+        times = clock.interleave(samples)
+        for version, row in times.items():
+            peers = [t["median_ms"] for other, t in times.items() if other.peer and other.kind == version.kind]
+            ratio = row["median_ms"] / min(peers) if peers else None
+            cost = {"temporary_bytes": samples[version].program.temporary_bytes}
+            yield {**what, **_who(version), **row, "over_fastest_peer": ratio, **cost}
 
 
-def ceilings(elements: int = 2**28, side: int = 8192) -> Iterator[Row]:
-    """Bytes read and written a second by an elementwise copy, and operations a second of a bfloat16 matrix product."""
-    a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
-    copied = jnp.arange(elements, dtype=jnp.int32)
-    amounts = {"copy, TB/s": 2 * copied.nbytes, "bfloat16 matrix product, TFLOP/s": 2 * side**3}
-    copy = clock.warm_up(clock.build(lambda x: x + 1, copied), copied)
-    product = clock.warm_up(clock.build(jnp.matmul, a, b), a, b)
-    for name, times in clock.interleave(dict(zip(amounts, (copy, product), strict=True))).items():
-        yield {"measurement": "ceiling", "version": name, **times, "rate": amounts[name] / times["median_ms"] / 1e9}
+def _what(key: Any) -> Row:
+    """Of which a program is: of a ceiling, a version with a shape and a pass, or a step with a size."""
+    if isinstance(key, str):
+        return {"version": key, "peer": True}
+    if isinstance(key[0], Version):
+        version, shape, name = key
+        return {**_who(version), **versions.sizes(shape), "pass": name}
+    return decoding.what(*key)
 
 
-def attention(shape: Shape) -> Iterator[Row]:
-    """Causal softmax attention of the same heads by cuDNN, in bfloat16: where KDA overtakes it."""
-    B, T, H = shape
-    arrays = jax.random.normal(jax.random.key(0), (3, B, T, H, versions.CHANNELS), jnp.bfloat16)
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    way = Version("cuDNN attention", lambda q, k, v: (attend(q, k, v), jnp.zeros(())))  # for the state
-    for name, make in versions.PASSES.items():
-        program = clock.build(lambda *x, make=make: make(way)(*x, x[0]), *arrays)
-        [times] = clock.interleave({name: clock.warm_up(program, *arrays)}).values()
-        what = {"B": B, "T": T, "H": H, "K": versions.CHANNELS, "V": versions.CHANNELS, "pass": name}
-        yield {"measurement": "attention", **what, "version": way.name, **times}
+def _label(version: Version) -> str:
+    return f"{version.name}, {version.kind}"
 
 
 def _who(version: Version) -> Row:
     return {"version": version.name, "peer": version.peer, "inputs": version.kind}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A row a shape, gates and version: ms (median, and the minimum in brackets) and over the fastest peer's median."""
-    head = ["B x T x H", "gates", "version", "inputs"]
-    for name in versions.PASSES:
-        head += [f"{name}, ms", "over peer", "temporary MiB", "compile s"]
-    body: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for row in rows:
-        if row["measurement"] == "time":
-            shape = " x ".join(str(row[axis]) for axis in "BTH")
-            key = (shape, row["gates"], row["version"], row["inputs"])
-            body.setdefault(key, {name: [""] * 4 for name in versions.PASSES})[row["pass"]] = _cells(row)
-    return tables.align([head, *([*key, *itertools.chain(*cells.values())] for key, cells in body.items())])
-
-
-def decode_table(rows: Sequence[Row]) -> str:
-    """A row a size, dtype of the state and version."""
-    head = ["sequences x heads", "state", "version", "step, us", "TB/s", "of copy"]
-    body = [
-        [
-            f"{row['sequences']} x {row['H']}",
-            *(row["state"], row["version"]),
-            f"{1e3 * row['median_ms']:.1f} ({1e3 * row['min_ms']:.1f})",
-            *(f"{row['TB/s']:.2f}", f"{row['of_copy']:.2f}"),
-        ]
-        for row in rows
-        if row["measurement"] == "decode"
-    ]
-    return tables.align([head, *body])
-
-
-def _cells(row: Row) -> list[str]:
-    if "error" in row:
-        return ["failed", "", "", ""]
-    ratio = row["over_fastest_peer"]
-    return [
-        f"{row['median_ms']:.3f} ({row['min_ms']:.3f})",
-        f"{ratio:.2f}" if ratio else "",
-        f"{row['temporary_bytes'] / 2**20:,.0f}",
-        f"{row['compile_s']:.1f}",
-    ]
-
-
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # tokamax warns of every shape that it has no tuning for
 
     def plan() -> tuple[Row, Iterator[Row]]:
-        settings = parse(_SHAPES.value, _DECODE.value, _GATES.value, _IMPLEMENTATIONS.value, _PEERS.value, _DTYPE.value)
-        return header(settings), run(settings)
+        what = _SHAPES.value, _DECODE.value, _GATES.value, _PASSES.value
+        settings = parse(*what, _IMPLEMENTATIONS.value, _PEERS.value, _ONLY.value, _DTYPE.value)
+        try:
+            wait = clock.queue(_QUEUE.value)
+        except OSError as error:
+            raise ConfigError(f"--queue={_QUEUE.value}: {error.strerror}; give a file that can be written") from error
+        return header(settings), run(settings, wait)
 
     rows = record(argv, plan)
-    print(table(rows))
-    if any(row["measurement"] == "decode" for row in rows):
-        print(decode_table(rows))
+    for measurement, table in (("time", bench_tables.times), ("decode", bench_tables.decoding)):
+        if any(row["measurement"] == measurement for row in rows):
+            print(table(rows))
+    if failed := {row["version"] for row in rows if "error" in row and not row["peer"]}:
+        sys.exit(f"error: {', '.join(sorted(failed))}: failed or wrong, see the lines with an error")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """The speed of compiled programs, measured in turns."""
 
 import dataclasses
+import fcntl
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
+from absl import logging
 from jax import Array
 
 ROUNDS = 15
@@ -49,6 +53,49 @@ def build(function: Callable[..., Any], *arguments: Array | jax.ShapeDtypeStruct
     return Program(compiled, compile_s, memory.temp_size_in_bytes, repeats)
 
 
+Build = Callable[[], Program]
+
+
+def build_all[Key: Hashable](
+    beside: Mapping[Key, Build], alone: Mapping[Key, Build]
+) -> Iterator[tuple[Key, Program | Exception]]:
+    """Every program as it is ready, or the error of the one that failed; those `beside` in threads, since XLA compiles
+    outside Python's lock, and meanwhile those `alone`, which use the device, one after the other.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {pool.submit(_attempt, build): key for key, build in beside.items()}
+        for key, build in alone.items():
+            yield key, _attempt(build)
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def queue(path: str | None) -> Callable[[], None]:
+    """Stand in line, at a file, with other processes that build; the function returned waits until none of them builds
+    and none measures, and then lets none do so before this process ends. Without a file it does not wait.
+    """
+    if path is None:
+        return lambda: None
+    file = os.open(path, os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return lambda: fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def built(program: Program | Exception) -> Program:
+    """The program; raises the error that came in its place."""
+    if isinstance(program, Exception):
+        raise program
+    return program
+
+
+def _attempt(build: Build) -> Program | Exception:
+    try:
+        return build()
+    except Exception as error:
+        logging.exception("a program was not built")
+        return error
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A program with its arguments; `calls` calls in a row last `SAMPLE_S` or longer."""
@@ -66,8 +113,9 @@ class Sample:
         return (time.perf_counter() - start) / self.calls / self.program.repeats
 
 
-def warm_up(program: Program, *arguments: Array) -> Sample:
+def warm_up(program: Program | Exception, *arguments: Array) -> Sample:
     """Run twice, the second time to see how long it takes."""
+    program = built(program)
     sample = Sample(program, program.prepare(arguments))
     sample.seconds()
     calls = math.ceil(SAMPLE_S / (sample.seconds() * program.repeats))

@@ -13,7 +13,7 @@ from experiments import metrics
 from experiments.errors import ConfigError
 
 SIZE = flags.DEFINE_string("size", None, "Of a model: 1.3b or tiny; by default 1.3b on a GPU, tiny on a CPU.")
-OUTPUT = flags.DEFINE_string("output", os.devnull, "A file for the lines of JSON, which are printed too.")
+OUTPUT = flags.DEFINE_string("output", os.devnull, "A new file for the lines of JSON, which are printed too.")
 
 Row = dict[str, Any]
 
@@ -30,9 +30,11 @@ def open_log(header: Mapping[str, Any]) -> metrics.Log:
     """A new log at --output.
 
     Raises:
-      ConfigError: if it cannot be written.
+      ConfigError: if there is a file already, or it cannot be written.
     """
     path = Path(OUTPUT.value)
+    if path.is_file():
+        raise ConfigError(f"--output={path}: holds results already; give a new file")
     try:
         return metrics.Log(path, header, 0)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from experiments import clock, versions
+from experiments.commands import one_line
 from kda_jax.ops.decode import kda_raw_step
 from kda_jax.ops.gates import Decay
 
@@ -18,6 +19,7 @@ Size = tuple[int, int]  # sequences, heads
 Run = Callable[..., tuple[Array, Array]]
 
 STEPS = 64  # in one program, the state in place
+CHECKED: Size = (2, 3)
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3}
 
 
@@ -56,7 +58,8 @@ def ours() -> list[Step]:
     return [Step(name, dtype, _ours(names[name])) for name in names for dtype in BOUNDS]
 
 
-def copies() -> list[Step]:
+@functools.cache
+def copies() -> Sequence[Step]:
     """The floor: the states read and written."""
     return [Step("copy", dtype, lambda state, *_: (-state, jnp.zeros(()))) for dtype in BOUNDS]
 
@@ -71,13 +74,30 @@ def draw(size: Size, dtype: str, state_dtype: str) -> list[Array]:
     return [state.astype(state_dtype), *(x.astype(dtype) for x in inputs)]
 
 
-def errors(step: Step, dtype: str) -> dict[str, float]:
-    """Relative root mean square errors against the step in float64 on the same rounded inputs."""
-    arguments = draw((2, 3), dtype, step.state)
-    got = _build(step, *arguments, repeats=1)(*arguments)
-    with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in arguments]
-        want = jax.device_get(jax.jit(_ours("scan"))(*exact))
+def build(step: Step, size: Size, dtype: str) -> clock.Program:
+    """The program that takes `STEPS` steps, or one at `CHECKED`."""
+
+    def inputs() -> list[Array]:
+        return draw(size, dtype, step.state)
+
+    if step.build is not None:
+        return step.build(*inputs())
+    repeats = 1 if size == CHECKED else STEPS
+
+    def run(state: Array, *inputs: Array) -> tuple[Array, Array]:
+        o = jax.eval_shape(step.run, state, *inputs)[1]
+        carry = state, jnp.zeros(o.shape, o.dtype)
+        return jax.lax.fori_loop(0, repeats, lambda _, carry: step.run(carry[0], *inputs), carry)
+
+    return clock.build(run, *jax.eval_shape(inputs), repeats=repeats)
+
+
+def errors(step: Step, program: clock.Program, dtype: str) -> dict[str, float]:
+    """Relative root mean square errors against the step in float64 on the same rounded inputs, of `CHECKED` size."""
+    arguments = draw(CHECKED, dtype, step.state)
+    got = program(*arguments)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        want = jax.device_get(jax.jit(_ours("scan"))(*(np.asarray(x).astype(np.float64) for x in arguments)))
     found = {}
     for name, a, b in zip(("state", "o"), got, want, strict=True):
         found[name] = float(np.sqrt(np.mean((np.asarray(a).astype(np.float64) - b) ** 2) / np.mean(b**2)))
@@ -92,27 +112,25 @@ def beyond_bounds(step: Step, found: dict[str, float], dtype: str) -> list[str]:
     ]
 
 
-def _build(step: Step, *arguments: Array, repeats: int = STEPS) -> clock.Program:
-    if step.build is not None:
-        return step.build(*arguments)
-
-    def run(state: Array, *inputs: Array) -> tuple[Array, Array]:
-        o = jax.eval_shape(step.run, state, *inputs)[1]
-        carry = state, jnp.zeros(o.shape, o.dtype)
-        return jax.lax.fori_loop(0, repeats, lambda _, carry: step.run(carry[0], *inputs), carry)
-
-    return clock.build(run, *arguments, repeats=repeats)
-
-
-def measure(steps: Sequence[Step], size: Size, dtype: str) -> Iterator[dict[str, Any]]:
-    """All steps and the copies; TB/s counts the bytes of the states, read and written."""
-    candidates = (*copies(), *steps)
+def measure(
+    steps: Sequence[Step], programs: Mapping[Any, clock.Program | Exception], size: Size, dtype: str
+) -> Iterator[dict[str, Any]]:
+    """All steps and the copies, by their programs; TB/s counts the bytes of the states, read and written."""
     states = {name: draw(size, dtype, name) for name in BOUNDS}
-    samples = {step: clock.warm_up(_build(step, *states[step.state]), *states[step.state]) for step in candidates}
+    samples = {}
+    for step in (*copies(), *steps):
+        try:
+            samples[step] = clock.warm_up(programs[step, size], *states[step.state])
+        except Exception as error:
+            yield {"measurement": "decode", **what(step, size), "error": one_line(error)}
     times = clock.interleave(samples)
-    floor = {step.state: times[step]["median_ms"] for step in candidates if step.name == "copy"}
+    floor = {step.state: row["median_ms"] for step, row in times.items() if step in copies()}
     for step, row in times.items():
         moved = 2 * states[step.state][0].nbytes
         speeds = {"TB/s": moved / row["median_ms"] / 1e9, "of_copy": floor[step.state] / row["median_ms"]}
-        what = {"version": step.name, "peer": step.peer, "state": step.state}
-        yield {"measurement": "decode", "sequences": size[0], "H": size[1], **what, **row, **speeds}
+        yield {"measurement": "decode", **what(step, size), **row, **speeds}
+
+
+def what(step: Step, size: Size) -> dict[str, Any]:
+    """They two, in a line."""
+    return {"version": step.name, "peer": step.peer, "state": step.state, "sequences": size[0], "H": size[1]}

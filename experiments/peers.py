@@ -16,6 +16,7 @@ from experiments.versions import LOWEST, Version
 def _jax_linear_attention() -> list[Version]:
     from jla import ops
 
+    ops.available("kda")  # loads its kernels, which the first of several threads would do too late for the others
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "chunked"
 
     def run(q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ and the state, not those that the chunks add.
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 2, "In how many parts the
 
 ROUNDS = 10
 PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}  # dense bfloat16, operations a second
+OPTIMIZER = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
 PATTERN = ("kda", "kda", "kda", "mla")
 
 # Queries and keys of 128 channels, values of as many: what cuDNN's attention takes.
@@ -115,6 +116,30 @@ def operations(config: HybridConfig, parameters: int, length: int) -> float:
     return 6 * parameters + sum(attention if kind == "mla" else kda for kind in config.layers)
 
 
+def make_step(graph: Any, micro_batches: int) -> Callable[[Any, Array], tuple[Any, Array]]:
+    """((weights, moments), tokens [B, T + 1]) -> ((weights, moments), loss before the step)."""
+
+    def loss(weights: Any, tokens: Int[Array, "B T"]) -> Array:
+        logits, _ = nnx.merge(graph, weights)(tokens[:, :-1])
+        # One-hot labels, which stay within XLA's fusions: integer ones are gathered and scattered, through more memory.
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(tokens[:, 1:], logits.shape[-1])).mean()
+
+    def step(state: Any, tokens: Int[Array, "B T"]) -> tuple[Any, Array]:
+        weights, moments = state
+
+        def add(total: Any, part: Int[Array, "B T"]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(weights, part[0])[::-1]), None
+
+        zero = jax.tree.map(jnp.zeros_like, weights), jnp.zeros(())
+        parts = tokens.reshape(micro_batches, 1, -1, tokens.shape[1])
+        sums, _ = jax.lax.scan(add, zero, parts)
+        gradient, value = jax.tree.map(lambda x: x / micro_batches, sums)
+        change, moments = OPTIMIZER.update(gradient, moments, weights)
+        return (optax.apply_updates(weights, change), moments), value
+
+    return step
+
+
 class Trainer:
     """A model in training: its weights and AdamW's state, and a compiled step that replaces them."""
 
@@ -122,27 +147,8 @@ class Trainer:
         model = HybridLM(config, rngs=nnx.Rngs(0))
         self.parameters, self.multiplied = parameter_counts(model)
         graph, weights = nnx.split(model)
-        optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
-        self.state = weights, optimizer.init(weights)
-
-        def loss(weights: Any, tokens: Int[Array, "B T"]) -> Array:
-            logits, _ = nnx.merge(graph, weights)(tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        def step(state: Any, tokens: Int[Array, "B T"]) -> tuple[Any, Array]:
-            weights, moments = state
-
-            def add(total: Any, part: Int[Array, "B T"]) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(weights, part[0])[::-1]), None
-
-            zero = jax.tree.map(jnp.zeros_like, weights), jnp.zeros(())
-            parts = tokens.reshape(micro_batches, 1, -1, tokens.shape[1])
-            sums, _ = jax.lax.scan(add, zero, parts)
-            gradient, value = jax.tree.map(lambda x: x / micro_batches, sums)
-            change, moments = optimizer.update(gradient, moments, weights)
-            return (optax.apply_updates(weights, change), moments), value
-
-        self._step: Any = jax.jit(step, donate_argnums=0)
+        self.state = weights, OPTIMIZER.init(weights)
+        self._step: Any = jax.jit(make_step(graph, micro_batches), donate_argnums=0)
 
     def compile(self, tokens: Int[Array, "B T"]) -> int:
         """Compile for the shape of tokens; bytes of temporary memory."""

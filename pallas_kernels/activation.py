@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fragments import reciprocal
+
 LOG2E = 1.4426950408889634
 EPSILON = 1e-6  # of the L2 norm
 # log(1 + e^x) is x itself in float32 long before this, and e^x is still finite
@@ -17,16 +19,39 @@ class Activation(NamedTuple):
     lower_bound: float | None
     negative_eigenvalues: bool
 
-    def decay(self, x: jax.Array, speed: jax.Array) -> jax.Array:
+    def decay(self, x: jax.Array, speed: jax.Array, *, interpret: bool) -> jax.Array:
         """exp(g) of x = g_raw + dt_bias and speed = exp(A_log); the logarithm to 3e-7."""
         if self.lower_bound is None:
             softplus = jnp.maximum(jnp.log(1 + jnp.exp2(jnp.minimum(x, LARGE) * LOG2E)), x)
             return jnp.exp2(softplus * (speed * -LOG2E))
-        return jnp.exp2(sigmoid(x * speed) * (self.lower_bound * LOG2E))
+        sigmoid = reciprocal(1 + jnp.exp2(x * (speed * -LOG2E)), interpret=interpret)
+        return jnp.exp2(sigmoid * (self.lower_bound * LOG2E))
+
+    def decay_gradients(
+        self, x: jax.Array, speed: jax.Array, dg: jax.Array, *, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """What a gradient of g gives for x and for A_log."""
+        if self.lower_bound is None:
+            grown = jnp.exp2(jnp.minimum(x, LARGE) * LOG2E)
+            softplus = jnp.maximum(jnp.log(1 + grown), x)
+            dg = dg * -speed
+            return dg * (grown * reciprocal(1 + grown, interpret=interpret)), dg * softplus
+        away = jnp.exp2(jnp.minimum(x * (speed * -LOG2E), LARGE * LOG2E))  # e^-z; sigmoid' = e^-z sigmoid^2
+        sigmoid = reciprocal(1 + away, interpret=interpret)
+        dx = (dg * sigmoid) * (away * sigmoid) * (speed * self.lower_bound)
+        return dx, dx * x
 
     def strength(self, x: jax.Array) -> jax.Array:
         """beta of beta_raw."""
-        return sigmoid(x) * (2.0 if self.negative_eigenvalues else 1.0)
+        return sigmoid(x) * self.strongest
+
+    def strength_gradient(self, strength: jax.Array, dbeta: jax.Array) -> jax.Array:
+        """What a gradient of beta gives for beta_raw."""
+        return dbeta * (strength * (1 - strength * (1 / self.strongest)))
+
+    @property
+    def strongest(self) -> float:
+        return 2.0 if self.negative_eigenvalues else 1.0
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

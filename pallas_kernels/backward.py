@@ -2,23 +2,30 @@
 directions, `backward_chunk` over all chunks at once.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activation import Activation
 from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, make_prepare
+from pallas_kernels.inputs import CHUNK, Problem, Raw
+from pallas_kernels.prepare import make_prepare
 
+KEY_CHANNELS = 192  # at most
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
 
-def unsupported_reason(dtype: Any, scale: float) -> str | None:
-    """Why inputs that `forward` takes have no backward kernels, or None."""
-    if dtype != jnp.bfloat16:
-        return f"the backward kernels take bfloat16, got {dtype}"
+def unsupported_reason(k: jax.Array, scale: float) -> str | None:
+    """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
+    if k.dtype != jnp.bfloat16:
+        return f"the backward kernels take bfloat16, got {k.dtype}"
+    if k.shape[-1] > KEY_CHANNELS:
+        return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
 
 
@@ -26,16 +33,19 @@ def backward(
     inputs: tuple[jax.Array, ...],
     initial_state: jax.Array | None,
     cotangents: tuple[jax.Array, jax.Array],
+    decay: Sequence[jax.Array] = (),
     *,
     scale: float,
     g_min: float | None,
+    activation: Activation | None = None,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of q, k, v, g, beta and of the initial state, in the dtypes of the inputs.
+    """Gradients of q, k, v, g, beta, of the initial state, and of the decay's parameters a row, in the inputs' dtypes.
 
-    inputs: q, k, v, g, beta as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and the final
-    state. Heads that share a key head are summed in float32, in a fixed order.
+    inputs, decay, activation: as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and the final
+    state. Heads that share a key head are summed in float32, in a fixed order. Those of A_log and dt_bias are [B, HV]
+    and [B, HV, K], in float32.
     """
     (B, T, H, K), (HV, V) = inputs[0].shape, inputs[2].shape[2:]
     do, dfinal = cotangents
@@ -44,19 +54,28 @@ def backward(
         return jnp.pad(x, [(0, 0), (0, -T % CHUNK)] + [(0, 0)] * (x.ndim - 2)) if T % CHUNK else x
 
     q, k, v, g, beta = (whole(x) for x in inputs)
-    g, beta = g.astype(jnp.float32), jnp.maximum(beta.astype(jnp.float32), SMALLEST_BETA)
+    raw = None if activation is None else Raw(activation, g.dtype, T)
+    g = g if raw else g.astype(jnp.float32)
+    beta = jnp.maximum(beta.astype(jnp.float32), math.log(SMALLEST_BETA) if raw else SMALLEST_BETA)
+    parameters = [x.astype(jnp.float32) for x in decay]
     do = whole(do.astype(v.dtype))
     initial = jnp.zeros((B, HV, K, V), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
 
-    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=g_min is not None, inverse=True, interpret=interpret)
-    prepared = prepare(q, k, v, g, beta)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw)
+    prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *parameters)
+    prepared, norms = (prepared[:-1], prepared[-1:]) if raw else (prepared, ())
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
     scan = make_backward_scan(v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
     S, dS, v_new, dv, dinitial = scan(*prepared, do, initial, dfinal.astype(jnp.float32) / scale)
-    chunk = make_backward_chunk(q.shape, v.shape, v.dtype, **options)
-    dq, dk, dg, dbeta = chunk(q, k, g, beta, do, v_new, dv, S, dS)
+    chunk = make_backward_chunk(q.shape, v.shape, v.dtype, raw=raw, **options)
+    dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *parameters, *norms)
 
     if HV > H:
         dq, dk = (x.reshape(*x.shape[:2], H, HV // H, K).sum(3, dtype=jnp.float32) for x in (dq, dk))
-    grads = tuple(dx[:, :T].astype(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=True))
-    return grads if initial_state is None else (*grads, dinitial.astype(initial_state.dtype))
+    grads = [dx[:, :T].astype(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=True)]
+    if initial_state is not None:
+        grads.append(dinitial.astype(initial_state.dtype))
+    if raw:
+        dA_log, ddt_bias = (x.sum(1) for x in partial[:2])
+        grads += [dA_log.sum(-1), ddt_bias]
+    return tuple(grads)

@@ -16,8 +16,13 @@ a token to or from the seam between its run and the other, U in odd runs and D i
 p belongs to dq in odd runs and to dk in even ones, and every pair adds to dg at the tokens between its two: sums of z
 p + k t from a token to the end of its odd run, or from the start of its even run. No pairwise exponential, no factor
 above 1, no difference of sums (notation and reasons as in `prepare`; Kimi Linear, arXiv 2510.26692, section 3).
+
+Raw inputs are normalised and activated on the way, and the gradients are theirs. That of y = r x, r = 1 / sqrt(sum x^2
++ 1e-6), is r (dy - y (y . dy)), whose inner product is over all key channels: the blocks of a chunk and head are a
+cluster and exchange their parts.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +36,9 @@ from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.activation import LOG2E
+from pallas_kernels.inputs import CHUNK, Raw
 from pallas_kernels.levels import Factor
 from pallas_kernels.memory import tile
-from pallas_kernels.prepare import CHUNK
 from pallas_kernels.within import iota, zeros
 
 CHANNELS = rg.ROWS  # key channels of a kernel's block
@@ -67,7 +72,7 @@ class Chunk(NamedTuple):
 
     def load(self, ref: Any, b: int) -> jax.Array:
         """Block b of q or k, [64 channels, 16 tokens]."""
-        return plgpu.load(ref.at[pl.ds(b * BLOCK, BLOCK)].T, layout=rg.LAYOUT)
+        return _load(ref.at[pl.ds(b * BLOCK, BLOCK)].T)
 
     def scores(self, source: int, target: int) -> tuple[jax.Array, jax.Array]:
         """The blocks of X and Y."""
@@ -145,16 +150,44 @@ def add_sums(totals: list[jax.Array], x: jax.Array, b: int, n: int, later: bool,
     return out
 
 
+def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool) -> jax.Array:
+    """[64]: of every row of x with that of y, summed over pairs (x, y) of 16-bit arrays [64, n]."""
+    total = zeros(BLOCK)
+    for x, y in pairs:
+        total = fr.stacked_scores(total, x, x, y, interpret=interpret)
+    own = (iota(0, BLOCK) & (BLOCK - 1)) == iota(1, BLOCK)
+    return jnp.sum(jnp.where(own, total, zeros(BLOCK)), 1)
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=rg.LAYOUT)
+
+
+def _wide(ref: Any) -> jax.Array:
+    return _load(ref).astype(f32)
+
+
 def _columns(x: jax.Array) -> list[jax.Array]:
     return [x[:, b * BLOCK : (b + 1) * BLOCK] for b in range(BLOCKS)]
 
 
 def make_backward_chunk(
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, *, scale: float, interpret: Any = None
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    scale: float,
+    raw: Raw | None = None,
+    interpret: Any = None,
 ) -> Any:
     """The kernel (q, k [B, T, H, K], g [B, T, HV, K] float32, beta [B, T, HV] float32, do, v_new, dv [B, T, HV, V],
     S, dS [B HV, T / 64, V, K]) -> dq, dk [B, T, HV, K], dg [B, T, HV, K] float32, dbeta [B, T, HV] float32; T a
     multiple of 64, beta not 0.
+
+    With `raw` three more inputs, A_log [HV] and dt_bias [HV, K] float32 and the inverse norms of `prepare`, and three
+    more outputs: what each chunk adds to the gradients of A_log (a channel) and of dt_bias, [B, T / 64, HV, K] float32,
+    and the inner products that the blocks exchange, [2, B HV, K / 64, T] float32, of no further use. dg then has the
+    dtype of g.
     """
     (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
     parts = K // CHANNELS
@@ -162,20 +195,58 @@ def make_backward_chunk(
     kw = {"interpret": emulated}
 
     def kernel(*refs: Any) -> None:
-        q, k, g, beta, do, v_new, dv, S, dS, dq, dk, dg, dbeta, *scratch = refs
-        qs, ks, values, Ss, dSs, X, Y, for_scores, for_keys, for_states = scratch
+        (q, k, g, beta, do, v_new, dv, S, dS), refs = refs[:9], refs[9:]
+        if raw is None:
+            dq, dk, dg, dbeta, *scratch = refs
+        else:
+            A_log, dt_bias, norms, dq, dk, dg, dbeta, dA_log, ddt_bias, exchange, *scratch = refs
+        qs, ks, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
+        for_gate, met = more[: len(gates)], more[len(gates) :]
         dos, vs, dvs = (values.at[i] for i in range(3))
-        n, b, part = (lax.axis_index(name) for name in ("n", "b", "part"))
-        h, part = lax.div(part, parts), lax.rem(part, parts)
-        rows, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
-        head, key_head = b * HV + h, lax.div(h, HV // H)
+
+        def place(zero: Any = 0) -> tuple[Any, ...]:
+            n, b, h, part = (lax.axis_index(name) + zero for name in ("n", "b", "h", "part"))
+            return n, b, h, b * HV + h, part, pl.ds(n * CHUNK, CHUNK), pl.ds(part * CHANNELS, CHANNELS)
+
+        n, b, h, head, part, rows, channels = place()
+        key_head = lax.div(h, HV // H)
         for source, target in ((do, dos), (v_new, vs), (dv, dvs)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
         for source, target in ((q, qs), (k, ks)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
         for source, target in ((S, Ss), (dS, dSs)):
             plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
-        e = jnp.exp2(memory.load_transposed(g.at[b, rows, h, channels], **kw) * LOG2E)
+
+        def load_gate() -> None:
+            if gate != f32:
+                plgpu.copy_gmem_to_smem(g.at[b, rows, h, channels], *gates, *for_gate)
+
+        def log_decay() -> jax.Array:
+            """g, or g_raw + dt_bias."""
+            if gate == f32:
+                x = memory.load_transposed(g.at[b, rows, h, channels], **kw)
+            else:
+                plgpu.barrier_wait(*for_gate)
+                x = _wide(gates[0].T)
+            return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
+
+        def is_token() -> jax.Array:
+            assert raw is not None
+            return iota(1, CHUNK) + n * CHUNK < raw.tokens
+
+        load_gate()
+        if raw is None:
+            e = jnp.exp2(log_decay() * LOG2E)
+        else:
+            speed = jnp.exp(A_log[h])
+            e = raw.activation.decay(log_decay(), speed, **kw)
+            if raw.tokens % CHUNK:
+                e = jnp.where(is_token(), e, jnp.ones_like(e))
+            plgpu.commit_smem()  # X takes the place of g
+            plgpu.barrier_wait(for_keys)
+            for i, x in enumerate((qs, ks)):
+                norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
+                x[...] = (_wide(x) * norm).astype(dtype)
 
         # 1. gradients of the scores, symmetric, and of beta
         plgpu.barrier_wait(for_scores)
@@ -190,12 +261,18 @@ def make_backward_chunk(
             own = jnp.sum(jnp.where(row == column, lower, zeros(CHUNK)), 1)
             own = lax.broadcast_in_dim(own, (rg.ROWS, 8), (0,))
             strength = memory.gather_rows(beta.at[b, rows, h], iota(0, 8), **kw)
-            memory.store_rows(dbeta.at[b, rows, h], own / (strength * strength), **kw)
+            if raw is not None:
+                strength = raw.activation.strength(strength)
+            own = own / (strength * strength)
+            if raw is not None:
+                own = raw.activation.strength_gradient(strength, own)
+            memory.store_rows(dbeta.at[b, rows, h], own, **kw)
 
         plgpu.commit_smem()
 
         # 2. pairs in the chunk
-        plgpu.barrier_wait(for_keys)
+        if raw is None:
+            plgpu.barrier_wait(for_keys)
         chunk = Chunk(qs, ks, X, Y, emulated)
         blocks = [within_block(b, x, chunk) for b, x in enumerate(_columns(e))]
         for run in (1, 2):
@@ -205,13 +282,14 @@ def make_backward_chunk(
         plgpu.barrier_wait(for_states)
         zero = rg.opaque_zero(**kw)
         dos, vs, dvs = (values.at[i + zero] for i in range(3))
+        n, b, h, head, part, rows, channels = place(zero)  # addresses again rather than kept
 
         def through(a: Any, b: Any, factor: float, decay: str) -> jax.Array:
             """decay (factor a b)."""
             return jnp.concatenate([getattr(x, decay) for x in blocks], 1) * (_product(a, b) * factor)
 
         def moved(x: Any, y: jax.Array) -> jax.Array:
-            return times(plgpu.load(x.T, layout=rg.LAYOUT), y)
+            return times(_load(x.T), y)
 
         def gathered(part: str, y: jax.Array) -> jax.Array:
             return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
@@ -228,38 +306,89 @@ def make_backward_chunk(
         for i, x in enumerate(_columns(earlier)):
             dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, False, emulated)
         plgpu.commit_smem()
-        qs.T[...], ks.T[...] = dq_chunk, dk_chunk
+        results = [gradients.at[i] for i in (0, 1)]  # in the place of values
+        results[0].T[...], results[1].T[...] = dq_chunk, dk_chunk
         plgpu.commit_smem()
-        for source, target in ((qs, dq), (ks, dk)):
-            plgpu.copy_smem_to_gmem(source, target.at[b, rows, h, channels])
+
+        def store_keys() -> None:
+            for source, target in zip(results, (dq, dk), strict=True):
+                plgpu.copy_smem_to_gmem(source, target.at[b, rows, h, channels])
+
+        if raw is None:
+            store_keys()
+        else:
+            load_gate()
+            for i, (y, dy) in enumerate(zip((qs, ks), results, strict=True)):
+                inner = inner_products([(_load(y), _load(dy))], emulated)
+                inner = lax.broadcast_in_dim(inner, (CHUNK, 8), (0,))
+                memory.store_rows(exchange.at[i, head, part, rows], inner, **kw)
+
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
-        overlaps = zeros(BLOCK)
-        for start in range(0, V, CHUNK):
-            state, gradient = (plgpu.load(x.at[pl.ds(start, CHUNK)].T, layout=rg.LAYOUT) for x in (Ss, dSs))
-            overlaps = fr.stacked_scores(overlaps, state, state, gradient, **kw)
-        own = (iota(0, BLOCK) & (BLOCK - 1)) == iota(1, BLOCK)
-        overlap = jnp.sum(jnp.where(own, overlaps, zeros(BLOCK)), 1)
+        starts = [pl.ds(start, CHUNK) for start in range(0, V, CHUNK)]
+        overlap = inner_products(((_load(Ss.at[x].T), _load(dSs.at[x].T)) for x in starts), emulated)
         overlap = lax.broadcast_in_dim(overlap, (CHANNELS, CHUNK), (0,))
-        memory.store_transposed(dg.at[b, rows, h, channels], jnp.concatenate(dg_blocks, 1) + decayed * overlap, **kw)
+        dg_chunk = jnp.concatenate(dg_blocks, 1) + decayed * overlap
+        if raw is None:
+            memory.store_transposed(dg.at[b, rows, h, channels], dg_chunk, **kw)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return
+
+        # 4. raw inputs
+        dx, dspeed = raw.activation.decay_gradients(log_decay(), speed, dg_chunk, **kw)
+        if raw.tokens % CHUNK:
+            dx, dspeed = (jnp.where(is_token(), x, jnp.zeros_like(x)) for x in (dx, dspeed))
+        if gate == f32:
+            memory.store_transposed(dg.at[b, rows, h, channels], dx, **kw)
+        for target in gates:
+            target.T[...] = dx.astype(gate)
+        memory.fence(**kw)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(*met)
+        sums = [jnp.sum(x, 1) for x in (dspeed, dx)]
+        inverse_norms = [memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw) for i in (0, 1)]
+        plgpu.barrier_wait(*met)
+        memory.fence(**kw)
+        for i, (y, dy, norm) in enumerate(zip((qs, ks), results, inverse_norms, strict=True)):
+            inner = zeros(CHANNELS)
+            for p in range(parts):
+                inner += memory.gather_rows(exchange.at[i, head, p, rows], iota(0, CHANNELS), **kw)
+            dy[...] = (norm * (_wide(dy) - _wide(y) * inner)).astype(dtype)
+        for target, x in zip((dA_log, ddt_bias), sums, strict=True):
+            memory.store_rows(target.at[b, n, h, channels], lax.broadcast_in_dim(x, (CHANNELS, 8), (0,)), **kw)
+        plgpu.commit_smem()
+        for source in gates:
+            plgpu.copy_smem_to_gmem(source, dg.at[b, rows, h, channels])
+        store_keys()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    gate = jnp.dtype(f32 if raw is None else raw.gate)
+    partial = jax.ShapeDtypeStruct((B, T // CHUNK, HV, K), f32)
+    grid: dict[str, Any] = {"grid": (T // CHUNK, B, HV, parts), "grid_names": ("n", "b", "h", "part")}
+    if raw is not None:
+        grid = {name: x[:-1] for name, x in grid.items()} | {"cluster": (parts,), "cluster_names": ("part",)}
     return plgpu.kernel(
         kernel,
         out_type=[
             *[jax.ShapeDtypeStruct((B, T, HV, K), dtype)] * 2,
-            jax.ShapeDtypeStruct((B, T, HV, K), f32),
+            jax.ShapeDtypeStruct((B, T, HV, K), gate),
             jax.ShapeDtypeStruct((B, T, HV), f32),
+            *[partial] * (0 if raw is None else 2),
+            *[jax.ShapeDtypeStruct((2, B * HV, parts, T), f32)] * (raw is not None),
         ],
-        grid=(T // CHUNK, B, HV * parts),
-        grid_names=("n", "b", "part"),
+        **grid,
         scratch_types=[
             *[tile((CHUNK, CHANNELS), dtype, CHANNELS)] * 2,
-            tile((3, CHUNK, V), dtype, 64),
+            plgpu.RefUnion(tile((3, CHUNK, V), dtype, 64), tile((2, CHUNK, CHANNELS), dtype, CHANNELS)),
             *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
-            *[plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
+            plgpu.RefUnion(
+                *[tile((CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
+                [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
+            ),
             plgpu.Barrier(num_arrivals=3),
             *[plgpu.Barrier(num_arrivals=2)] * 2,
+            *[plgpu.Barrier()] * (gate != f32),
+            *[plgpu.ClusterBarrier(collective_axes=("part",))] * (raw is not None),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
+from pallas_kernels.inputs import CHUNK
 from pallas_kernels.memory import tile
-from pallas_kernels.prepare import CHUNK
 
 ROWS = rg.ROWS  # values a warpgroup
 STAGES = 2  # chunks a block holds in shared memory

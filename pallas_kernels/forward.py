@@ -1,4 +1,5 @@
-"""The forward pass: `prepare` over all chunks at once, then `scan` over each sequence and head.
+"""The forward pass: `fused` where sequences and heads fill the chip; else `prepare` over all chunks and `scan` over
+each sequence and head, `overlapped` where both fit side by side.
 
 Where there are too few sequences and heads to fill the chip, a sequence is split into pieces. A first scan gives each
 piece's affine map of the state before it, S -> M S + N; composed in order they are the states before the pieces, from
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
-from pallas_kernels.prepare import CHUNK, Raw, make_prepare
+from pallas_kernels.fused import make_fused
+from pallas_kernels.inputs import CHUNK, Problem, Raw
+from pallas_kernels.overlapped import make_overlapped
+from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 ROWS = 8  # tokens in a group of shared memory's layout
@@ -28,14 +32,17 @@ def forward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
+    every: int = 0,
     config: Config,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >=
     g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of chunks of each sequence in the only row;
-    without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log [HV], dt_bias [HV, K].
+    without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log [HV], dt_bias [HV, K]. With
+    `every` a third result: the states of each row behind so many chunks each, and behind its last, [B, n, HV, K, V]
+    float32.
     """
     T = inputs[2].shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
@@ -44,9 +51,17 @@ def forward(
     B, padded = v.shape[:2]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
-    prepare = make_prepare(q.shape, v.shape, v.dtype, bounded=bounded, raw=raw, interpret=interpret)
-    g = g if raw else g.astype(jnp.float32)
-    prepared = prepare(q, k, v, g, *(x.astype(jnp.float32) for x in (beta, *decay)))
+    arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
+    if initial_state is not None:
+        initial_state = initial_state.astype(jnp.float32)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw)
+    if config.route != "apart" and sequences is None and not every:
+        has_state = initial_state is not None
+        make = make_fused if config.route == "fused" else make_overlapped
+        run = make(problem, scale=scale, has_state=has_state, interpret=interpret)
+        o, final_state, *_ = run(*arrays, *([initial_state] if has_state else []))
+        return o[:, :T], final_state
+    prepared = make_prepare(problem, interpret=interpret)(*arrays)
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
         has_state = state is not None
@@ -54,17 +69,15 @@ def forward(
         run = make_scan(spans.shape[0], v.shape, q.shape[3], v.dtype, **options)
         return run(spans, *prepared, *([state] if has_state else []))
 
-    if initial_state is not None:
-        initial_state = initial_state.astype(jnp.float32)
     pieces = config.pieces if sequences is None else 1
     spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
     if pieces > 1:
-        maps = scan(spans, config=Config(), outputs=False)[0]
+        maps = scan(spans, config=Config(stages=config.stages), outputs=False)[0]
         initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
-        o, _ = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]))
+        o, _, *states = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]), every=every)
     else:
-        o, final_state = scan(spans, initial_state)
-    return o[:, :T], final_state
+        o, final_state, *states = scan(spans, initial_state, every=every)
+    return o[:, :T], final_state, *states
 
 
 def _pieces(rows: int, chunks: int, pieces: int) -> jax.Array:

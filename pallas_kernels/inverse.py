@@ -41,7 +41,7 @@ def inverse_transposed(L: list[jax.Array], exchange: Any, *, interpret: bool) ->
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4 + (plgpu.RefType(),), return_type=[rg.array(BLOCK)] * 4)
     def piece(_, l0, l1, l2, l3, exchange):
-        x = _substitute(rg.elements(l0))
+        x = _substitute(rg.elements(l0), [rg.f32(1.0)] * 2)
         for d, block in enumerate((x, *(rg.elements(l) for l in (l1, l2, l3)))):
             _publish(exchange, d, _halves(block))
         own = [np.array([[_transpose(w) for w in row] for row in half.T], object) for half in _halves(x)]
@@ -60,6 +60,28 @@ def inverse_transposed(L: list[jax.Array], exchange: Any, *, interpret: bool) ->
         return [rg.from_elements(r) for r in results]
 
     return piece(*L, exchange)
+
+
+def block_inverse(L: jax.Array, strength: jax.Array, *, interpret: bool) -> jax.Array:
+    """(I + L)^-1 Diag(beta) of the four diagonal blocks alone, an array [64, 16] as L, float32.
+
+    strength: [64, 8], the rows' beta in all columns.
+    """
+    if interpret:
+        blocks = L.reshape(4, BLOCK, BLOCK)
+        X = jnp.eye(BLOCK, dtype=jnp.float32)[None] * strength[:, :1].reshape(4, 1, BLOCK)
+        blocks = jnp.tril(blocks, -1) * strength[:, :1].reshape(4, BLOCK, 1)
+        for j in range(BLOCK - 1):
+            X = X - blocks[:, :, j : j + 1] * X[:, j : j + 1]
+        return X.reshape(ROWS, BLOCK)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=rg.array(BLOCK))
+    def piece(_, L, strength):
+        beta = [half[0] for half in rg.elements(strength)[0]]
+        l = [[[arith.mulf(v, beta[h]) for v in half] for h, half in enumerate(row)] for row in rg.elements(L)]
+        return rg.from_elements(_substitute(l, beta))
+
+    return piece(L, strength)
 
 
 def _twin(L: list[jax.Array]) -> list[jax.Array]:
@@ -85,20 +107,21 @@ def _zeros() -> Elements:
     return [[[rg.f32(0.0)] * 2 for _ in (0, 1)] for _ in (0, 1)]
 
 
-def _substitute(l: Elements) -> Elements:
-    """(I + L)^-1 of the warp's own 16 x 16 block: X_i -= L_ij X_j, for j in order and all i > j."""
+def _substitute(l: Elements, diagonal: list[Register]) -> Elements:
+    """(I + L)^-1 Diag(diagonal) of the warp's own 16 x 16 block: X_i -= L_ij X_j, for j in order and all i > j.
+    diagonal: of the lane's two rows.
+    """
     lane = rg.lane()
     pair, row = arith.andi(lane, rg.i32(3)), arith.shrui(lane, rg.i32(2))
     quad = arith.andi(lane, rg.i32(28))
     on_diagonal = [
-        arith.select(
-            arith.cmpi(arith.CmpIPredicate.eq, row, arith.addi(arith.addi(pair, pair), rg.i32(e))),
-            rg.f32(1.0),
-            rg.f32(0.0),
-        )
-        for e in (0, 1)
+        arith.cmpi(arith.CmpIPredicate.eq, row, arith.addi(arith.addi(pair, pair), rg.i32(e))) for e in (0, 1)
     ]
-    x = [[list(on_diagonal) if j == h else [rg.f32(0.0)] * 2 for h in (0, 1)] for j in (0, 1)]
+    zero = rg.f32(0.0)
+    x = [
+        [[arith.select(here, diagonal[h], zero) for here in on_diagonal] if j == h else [zero] * 2 for h in (0, 1)]
+        for j in (0, 1)
+    ]
     for j in range(BLOCK - 1):
         half, r = divmod(j, 8)
         source = arith.ori(rg.i32(4 * r), pair)

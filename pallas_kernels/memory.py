@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_kernels import registers as rg
 from pallas_kernels.registers import LAYOUT
@@ -86,6 +87,25 @@ def load_ends(ref: Any, offset: int, *, interpret: bool) -> jax.Array:
     return piece(ref)
 
 
+def store_alternating(ref: Any, x: jax.Array, which: int, *, interpret: bool) -> None:
+    """Groups of eight rows of x [64, n], 16-bit, to every other group of eight rows of ref [128, n], the first to group
+    `which`. ref: a `tile` of n channels.
+    """
+    if interpret:
+        for i in range(0, rg.ROWS, 8):
+            ref[pl.ds(2 * i + 8 * which, 8)] = x[i : i + 8]
+        return
+    swizzle = 2 * x.shape[1]
+    transforms = (plgpu.TilingTransform((8, x.shape[1])), plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), LAYOUT))
+    def piece(_, ref, x):
+        groups = utils.memref_slice(utils.memref_unfold(ref, 0, (None, 2)), (slice(None), which))
+        x.store_tiled(groups, swizzle=swizzle)
+
+    piece(ref, x)
+
+
 def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
     """ref[index] for a float32 vector in global memory and index [64, n] int32, the same in all columns."""
     columns = index.shape[1]
@@ -100,6 +120,16 @@ def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
     return piece(ref, index)
 
 
+def fence_copies() -> None:
+    """What other blocks wrote to global memory, and this one has seen, is seen by its copies too."""
+
+    @plgpu.inline_mgpu()
+    def piece(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_)
+
+    piece()
+
+
 def store_rows(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     """ref [64] in global memory = any column of float32 x [64, n], which are all the same."""
     if interpret:
@@ -112,6 +142,20 @@ def store_rows(ref: Any, x: jax.Array, *, interpret: bool) -> None:
             memref.store(value, ref, _transposed_place(0, h, 0)[1:])
 
     piece(ref, x)
+
+
+def fence(*, interpret: bool) -> None:
+    """Before a barrier of the cluster: its blocks see behind it what this thread has written to global memory, if a
+    fence follows there too.
+    """
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def piece(_):
+        llvm.inline_asm(None, [], "fence.acq_rel.cluster;", "~{memory}", has_side_effects=True)
+
+    piece()
 
 
 def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:

@@ -16,7 +16,7 @@ warp's rows, `within` gives the scores; between the four blocks the factor is (U
 between) (D_j of j's block), each at most 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,21 +28,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fragments as fr
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.activation import EPSILON, LOG2E, Activation
+from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed, iota, zeros
 
-CHUNK = rg.ROWS
-GROUP = 32  # channels a pass over the scores: what the registers hold
 f32, i32 = jnp.float32, jnp.int32
 # rows of the table of the blocks' last U: four of ones, the four blocks, four of ones; then the same four decayed
 # over the whole chunk. The first row is never read as one: it has dt_bias.
 BIAS, BEFORE, AFTER, WHOLE, TABLE = 0, 4, 8, 12, 16
-
-
-def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=rg.LAYOUT)
 
 
 def _choose(index: jax.Array, options: dict[int, jax.Array]) -> jax.Array:
@@ -106,156 +100,139 @@ def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interp
     return within.finish(own, interpret), between
 
 
-class Raw(NamedTuple):
-    """What `prepare` knows of raw inputs. tokens: behind them the state stays as it is, whatever the decay of zeros."""
-
-    activation: Activation
-    gate: Any  # the dtype of g_raw
-    tokens: int
-
-
-def _inverse_norms(ref: Any) -> jax.Array:
-    """Of every row of ref [64, K], as an array [64, GROUP]."""
-    total = zeros(GROUP)
-    for start in range(0, ref.shape[1], GROUP):
-        x = _load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
-        total = total + x * x
-    return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))
-
-
-def make_prepare(
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    dtype: Any,
-    *,
-    bounded: bool,
-    inverse: bool = False,
-    raw: Raw | None = None,
-    interpret: Any = None,
-) -> Any:
-    """The kernel (q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV] float32) -> qU, kD, w
-    [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also X^T
-    [B HV, T', 64]; T' = 64 ceil(T / 64). With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32.
-
-    bounded: every g >= -5.
+def results(problem: Problem, inverse: bool = False) -> list[jax.ShapeDtypeStruct]:
+    """qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64, K] float32, with `inverse` also
+    X^T [B HV, T', 64], and of raw inputs the inverse norms of q and k, [B HV, 2, T'] float32; T' = 64 ceil(T / 64).
     """
-    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
-    chunks = pl.cdiv(T, CHUNK)
-    emulated = interpret is not None
-    given = 0 if raw is None else 2  # parameters of the decay
+    (B, _, HV, V), K, padded = problem.v_shape, problem.q_shape[3], problem.chunks * CHUNK
 
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, *refs: Any) -> None:
-        parameters, (qU, kD, w, u, A, total, *more) = refs[:given], refs[given:]
-        XT, scratch = more[:inverse], more[inverse:]
-        qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
-        gs, (vs, exchange) = gs_vs
-        operand, X_rest = operands
-        n, h, b = (lax.axis_index(name) for name in ("n", "h", "b"))
-        rows = pl.ds(n * CHUNK, CHUNK)
-        head = b * HV + h
+    def shape(*s: int, dtype: Any = problem.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((B * HV, *s), dtype)
 
-        key_head = lax.div(h, HV // H)
-        for source, target in ((g.at[b, rows, h], gs), (q.at[b, rows, key_head], qs), (k.at[b, rows, key_head], ks)):
-            plgpu.copy_gmem_to_smem(source, target, loaded)
-        if raw is not None:
-            plgpu.copy_gmem_to_smem(parameters[1].at[h], ends.at[BIAS], loaded)
-        tokens = jnp.minimum(
-            iota(0, rg.BLOCK) + n * CHUNK, T - 1
-        )  # behind the end keys are zero, and beta only has to be finite
-        beta_rows = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
-        for start in (BIAS + 1, AFTER):
-            memory.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
+    by_token = [shape(padded, columns) for columns in (K, K, K, V, CHUNK)]
+    norms = [shape(2, padded, dtype=f32)] * (inverse and problem.raw is not None)
+    return [*by_token, shape(problem.chunks, K, dtype=f32), *[shape(padded, CHUNK)] * inverse, *norms]
+
+
+def scratch_types(problem: Problem) -> list[Any]:
+    """The shared memory and barriers of `run`."""
+    K, V, dtype = problem.q_shape[3], problem.v_shape[3], problem.dtype
+    return [
+        *[tile((CHUNK, K), dtype, GROUP)] * 3,
+        plgpu.RefUnion(
+            tile((CHUNK, K), problem.gate, GROUP), [tile((CHUNK, V), dtype, GROUP), plgpu.SMEM(EXCHANGE_SHAPE, i32)]
+        ),
+        *[tile((CHUNK, CHUNK), dtype, GROUP)] * 2,
+        plgpu.SMEM((TABLE, K), f32),
+        plgpu.RefUnion(plgpu.SMEM((2, CHUNK, GROUP), dtype), tile((CHUNK, CHUNK), dtype, GROUP)),
+        plgpu.Barrier(num_arrivals=3 + (problem.raw is not None)),
+        plgpu.Barrier(),
+    ]
+
+
+def run(
+    problem: Problem,
+    place: tuple[Any, Any, Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    scratch: Sequence[Any],
+    emulated: bool,
+) -> None:
+    """One chunk, of place (chunk, value head, row of the batch), from and to global memory. The stores are on their way
+    at the end.
+    """
+    (_, T, H, _), HV, dtype, raw = problem.q_shape, problem.v_shape[2], problem.dtype, problem.raw
+    n, h, b = place
+    q, k, v, g, beta, *parameters = inputs
+    qU, kD, w, u, A, total, *inverses = outputs
+    XT, norms_out = inverses[:1], inverses[1:]
+    qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
+    gs, (vs, exchange) = gs_vs
+    operand, X_rest = operands
+    rows = pl.ds(n * CHUNK, CHUNK)
+    head = b * HV + h
+
+    key_head = lax.div(h, HV // H)
+    for source, target in ((g.at[b, rows, h], gs), (q.at[b, rows, key_head], qs), (k.at[b, rows, key_head], ks)):
+        plgpu.copy_gmem_to_smem(source, target, loaded)
+    if raw is not None:
+        plgpu.copy_gmem_to_smem(parameters[1].at[h], ends.at[BIAS], loaded)
+    tokens = jnp.minimum(
+        iota(0, rg.BLOCK) + n * CHUNK, T - 1
+    )  # behind the end keys are zero, and beta only has to be finite
+    beta_rows = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
+    for start in (BIAS + 1, AFTER):
+        memory.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(loaded)
+
+    given = None
+    if raw is not None:
+        beta_rows = raw.activation.strength(beta_rows)
+        given = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS], (inverse_norms(qs), inverse_norms(ks)))
+        for target in norms_out:
+            for i, norm in enumerate(given.norms):
+                memory.store_rows(target.at[head, i, rows], norm, interpret=emulated)
+    read = reader(qs, ks, gs, n * CHUNK, raw, given, interpret=emulated)
+    tiles = Tiles(qs, ks, kUs, ends, operand)
+    (q_own, k_own), between = scores(tiles, read, (Dense if problem.bounded else Exact)(dtype), emulated)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
+    plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
+    # 4. v takes the place of g
+    plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
+    plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
+    block = iota(0, rg.BLOCK) >> 4
+    by_distance = [q_own, *(x for x, _ in between)]
+    columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
+    As[...] = jnp.concatenate(columns, 1).astype(dtype)
+    # 5. X, transposed
+    L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
+    X = inverse_transposed(L, exchange, interpret=emulated)
+    columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
+    X_chunk = jnp.concatenate(columns, 1)
+    Xs[...] = high = X_chunk.astype(dtype)
+    X_rest[...] = (X_chunk - high.astype(f32)).astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(As, A.at[head, rows])
+    for target in XT:
+        plgpu.copy_smem_to_gmem(Xs, target.at[head, rows])
+
+    # 6. w = X (k U), u = X v
+    def product(operand: Any) -> jax.Array:
+        def body(total: Any) -> jax.Array:
+            for x in (Xs, X_rest):  # with alike keys w is a small difference of k U
+                plgpu.wgmma(total, x.T, operand)
+            return total[...]
+
+        return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
+
+    plgpu.barrier_wait(v_loaded)
+    for chunk, target in ((kUs, w), (vs, u)):
+        result = product(chunk)
+        plgpu.commit_smem()  # every warp has read its operand
+        chunk[...] = result
         plgpu.commit_smem()
-        plgpu.barrier_wait(loaded)
+        plgpu.copy_smem_to_gmem(chunk, target.at[head, rows])
 
-        if raw is None:
 
-            def read(cs: Any) -> tuple[jax.Array, ...]:
-                return *(_load(x.at[:, cs]).astype(f32) for x in (qs, ks)), jnp.exp2(_load(gs.at[:, cs]) * LOG2E)
-        else:
-            beta_rows = raw.activation.strength(beta_rows)
-            speed, norms = jnp.exp(parameters[0][h]), (_inverse_norms(qs), _inverse_norms(ks))
+def make_prepare(problem: Problem, *, inverse: bool = False, interpret: Any = None) -> Any:
+    """The kernel of all chunks, from the inputs of the problem to `results`."""
+    outputs = results(problem, inverse)
 
-            def read(cs: Any) -> tuple[jax.Array, ...]:
-                bias = plgpu.load(ends.at[BIAS, cs], layout=rg.LAYOUT.reduce(0), optimized=False)
-                x = _load(gs.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
-                decay = raw.activation.decay(x, speed)
-                if raw.tokens % CHUNK:
-                    decay = jnp.where(iota(0, GROUP) + n * CHUNK < raw.tokens, decay, jnp.ones_like(decay))
-                return *(_load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((qs, ks), norms, strict=True)), decay
-
-        tiles = Tiles(qs, ks, kUs, ends, operand)
-        (q_own, k_own), between = scores(tiles, read, (Dense if bounded else Exact)(dtype), emulated)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
-        plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
-        # 4. v takes the place of g
-        plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
-        plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
-        block = iota(0, rg.BLOCK) >> 4
-        by_distance = [q_own, *(x for x, _ in between)]
-        columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
-        As[...] = jnp.concatenate(columns, 1).astype(dtype)
-        # 5. X, transposed
-        L = [x * beta_rows for x in (k_own, *(x for _, x in between))]
-        X = inverse_transposed(L, exchange, interpret=emulated)
-        columns = [_choose(block, {c - e: X[e] for e in range(c + 1)}) * beta_rows for c in range(4)]
-        X_chunk = jnp.concatenate(columns, 1)
-        Xs[...] = high = X_chunk.astype(dtype)
-        X_rest[...] = (X_chunk - high.astype(f32)).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(As, A.at[head, rows])
-        for target in XT:
-            plgpu.copy_smem_to_gmem(Xs, target.at[head, rows])
-
-        # 6. w = X (k U), u = X v
-        def product(operand: Any) -> jax.Array:
-            def body(total: Any) -> jax.Array:
-                for x in (Xs, X_rest):  # with alike keys w is a small difference of k U
-                    plgpu.wgmma(total, x.T, operand)
-                return total[...]
-
-            return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
-
-        w_chunk = product(kUs)
-        plgpu.barrier_wait(v_loaded)
-        u_chunk = product(vs)
-        plgpu.commit_smem()
-        kUs[...], vs[...] = w_chunk, u_chunk
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
-        plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
+    def kernel(*refs: Any) -> None:
+        place = lax.axis_index("n"), lax.axis_index("h"), lax.axis_index("b")
+        inputs, rest = refs[: problem.arrays], refs[problem.arrays :]
+        run(problem, place, inputs, rest[: len(outputs)], rest[len(outputs) :], interpret is not None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    N, padded = B * HV, chunks * CHUNK
-
-    def shape(*s, dtype=dtype):
-        return jax.ShapeDtypeStruct((N, *s), dtype)
-
+    B, _, HV, _ = problem.v_shape
     return plgpu.kernel(
         kernel,
-        out_type=[shape(padded, K)] * 3
-        + [shape(padded, V), shape(padded, CHUNK), shape(chunks, K, dtype=f32)]
-        + [shape(padded, CHUNK)] * inverse,
-        grid=(chunks, HV, B),
+        out_type=outputs,
+        grid=(problem.chunks, HV, B),
         grid_names=("n", "h", "b"),
-        scratch_types=[
-            *[tile((CHUNK, K), dtype, GROUP)] * 3,
-            plgpu.RefUnion(
-                tile((CHUNK, K), f32 if raw is None else raw.gate, GROUP),
-                [tile((CHUNK, V), dtype, GROUP), plgpu.SMEM(EXCHANGE_SHAPE, i32)],
-            ),
-            *[tile((CHUNK, CHUNK), dtype, GROUP)] * 2,
-            plgpu.SMEM((TABLE, K), f32),
-            plgpu.RefUnion(plgpu.SMEM((2, CHUNK, GROUP), dtype), tile((CHUNK, CHUNK), dtype, GROUP)),
-            plgpu.Barrier(num_arrivals=3 + (given > 0)),
-            plgpu.Barrier(),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,
-            approx_math=True,
-            reduction_scratch_bytes=0,  # all sums stay within a warp
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        scratch_types=scratch_types(problem),
+        compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
-from pallas_kernels.config import Config
+from pallas_kernels.config import SHARED_KEYS, STAGES, Config
 from pallas_kernels.decode import decode
+from pallas_kernels.fused import make_fused
 from pallas_kernels.grouped_product import grouped_product_mosaic
+from pallas_kernels.inputs import Problem, Raw
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.prepare import Raw, make_prepare
+from pallas_kernels.overlapped import make_overlapped
+from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
@@ -27,22 +30,34 @@ def cases() -> Iterator[Case]:
         (jnp.bfloat16, 128, 128),
         (jnp.bfloat16, 64, 64),
         (jnp.bfloat16, 128, 256),
+        (jnp.bfloat16, 192, 128),
+        (jnp.bfloat16, 256, 256),
         (jnp.float16, 128, 128),
     ):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
+        state = ((B, H, K, V), f32)
         for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
-            yield f"prepare {label}" + " bounded" * bounded, make_prepare(qk, v, dtype, bounded=bounded), inputs
             raw = Raw(Activation(-5.0 if bounded else None, True), dtype, T)
-            kernel = make_prepare(qk, v, dtype, bounded=bounded, raw=raw)
             gates = [(qk, dtype), ((B, T, H), f32), ((H,), f32), ((H, K), f32)]
-            yield f"prepare {label}" + " bounded" * bounded + " raw", kernel, [*inputs[:3], *gates]
+            for given, arrays in ((None, inputs), (raw, [*inputs[:3], *gates])):
+                name = label + " bounded" * bounded + " raw" * (given is not None)
+                problem = Problem(qk, v, dtype, bounded, given)
+                yield f"prepare {name}", make_prepare(problem), arrays
+                if V <= 128 and K <= SHARED_KEYS:
+                    options = {"scale": K**-0.5, "has_state": True}
+                    yield f"overlapped {name}", make_overlapped(problem, **options), [*arrays, state]
+                    yield f"fused {name}", make_fused(problem, **options), [*arrays, state]
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
-        for config in [Config(1, 3), Config(2, 2)][: V // 64]:
+        one = Config(stages=STAGES[K])
+        for config in [one, Config(2, 2)][: V // 64 if K <= SHARED_KEYS else 1]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
-            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, ((B, H, K, V), f32)]
-        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
+            yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, state]
+            if (K, V) == (128, 128):
+                scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, every=2)
+                yield f"scan {label}, {config}, states", scan, [((B, 3), jnp.int32), *prepared]
+        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=one, outputs=False)
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()
     yield from decode_cases()
@@ -52,19 +67,27 @@ def cases() -> Iterator[Case]:
 
 def backward_cases() -> Iterator[Case]:
     B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
-    for K, V in ((128, 128), (64, 64), (128, 256)):
+    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128)):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
-        yield f"prepare and inverse {label}", make_prepare(qk, v, dtype, bounded=False, inverse=True), inputs
+        yield f"prepare and inverse {label}", make_prepare(Problem(qk, v, dtype, False), inverse=True), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
         prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
-        for warpgroups in (1, 2)[: V // 64]:
+        for warpgroups in (1, 2)[: V // 64 if K <= SHARED_KEYS else 1]:
             scan = make_backward_scan(v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
             yield f"backward scan {label}, {warpgroups} warpgroups", scan, [*prepared, *[((B, H, K, V), f32)] * 2]
         chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
+        for bound in (None, -5.0):
+            raw, bounded = Raw(Activation(bound, True), dtype, T), " bounded" * (bound is not None)
+            prepare = make_prepare(Problem(qk, v, dtype, bound is not None, raw), inverse=True)
+            gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
+            yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
+            chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5, raw=raw)
+            arrays = [*inputs[:2], *gates, *[(v, dtype)] * 3, states, states, *parameters, ((B * H, 2, T), f32)]
+            yield f"backward chunk {label}{bounded} raw", chunk, arrays
 
 
 def decode_cases() -> Iterator[Case]:

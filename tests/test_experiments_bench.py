@@ -1,10 +1,12 @@
 """The benchmark: what its lines hold, what it refuses, and that it does not time what is wrong."""
 
+import fcntl
 import functools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench, clock, decoding, metrics, peers, versions
+from experiments import bench, bench_tables, ceilings, clock, decoding, metrics, peers, versions
 from experiments.decoding import Step
 from experiments.errors import ConfigError
 from experiments.peers import Peer
@@ -25,15 +27,16 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(versions, "CHECKED", (1, 70, 2))
+    monkeypatch.setattr(versions, "CHECKED", (1, 70))
     monkeypatch.setattr(versions, "CHANNELS", 8)
     monkeypatch.setattr(clock, "ROUNDS", 3)
     monkeypatch.setattr(clock, "SAMPLE_S", 1e-9)
 
 
 def settings(**flag):
-    given = {"shapes": ["1x24x1"], "decode": None, "gates": ["slow"], "implementations": ["scan"], "dtype": "float32"}
-    return bench.parse(**(given | {"peer_names": ["none"]} | flag))
+    given = {"shapes": ["1x24x3"], "decode": None, "gates": ["slow"], "passes": list(versions.PASSES), "only": ""}
+    given |= {"implementations": ["scan"], "peer_names": ["none"], "dtype": "float32"}
+    return bench.parse(**(given | flag))
 
 
 def raw_peer(q, k, v, x, beta):
@@ -43,6 +46,7 @@ def raw_peer(q, k, v, x, beta):
     return jnp.moveaxis(o, 2, 0), final_state
 
 
+BOTH = "forward+backward"
 RAW = ("q", "k", "v", "g_sigmoid", "beta")
 versions_scan = functools.partial(api.kda, implementation="scan")
 
@@ -52,27 +56,31 @@ def test_lines_and_table(monkeypatch):
     own = [Version("raw scan", raw_peer, RAW, heads_first=True, peer=True), Version("scan 2", versions_scan, peer=True)]
     table = {"absent": Peer("no_such_module", list), "needs a GPU": Peer("json", list, gpu=True)}
     monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: own)} | table)
-    chosen = settings(peer_names=["all"], gates=["fast", "slow"])
+    chosen = settings(peer_names=["all"], gates=["slow", "fast"])
     assert chosen.peers == ["other"]
     rows = json.loads(json.dumps(list(bench.run(chosen)), allow_nan=False))
-    checks, times = rows[:6], rows[6:]
+    builds, checks, times = rows[:9], rows[9:15], rows[15:]
     names = ["scan", "raw scan", "scan 2"]
-    assert [(row["version"], row["gates"]) for row in checks] == [(n, g) for n in names for g in ("fast", "slow")]
+    built = {(row["version"], row["T"], row["pass"]) for row in builds if row["compile_s"] > 0}
+    assert built == {(n, *of) for n in names for of in ((70, BOTH), (24, "forward"), (24, BOTH))}
+    assert [(row["version"], row["gates"]) for row in checks] == [(n, g) for n in names for g in ("slow", "fast")]
     assert all(0 < error < 1e-5 for row in checks for error in row["relative_rms"].values())
     assert [(row["gates"], row["pass"], row["version"]) for row in times] == [
-        (gate, name, version) for name in versions.PASSES for gate in ("fast", "slow") for version in names
+        (gate, name, version)
+        for name in versions.PASSES
+        for gate, timed in (("slow", names), ("fast", ["scan", "scan 2"]))  # raw inputs with the first gates alone
+        for version in timed
     ]
     for row in times:
-        assert (row["B"], row["T"], row["H"], row["K"], row["V"]) == (1, 24, 1, 8, 8)
+        assert (row["B"], row["T"], row["H"], row["K"], row["V"]) == (1, 24, 3, 8, 8)
         assert 0 < row["min_ms"] <= row["median_ms"]
         assert row["temporary_bytes"] > 0
-        assert row["compile_s"] > 0
         of = {"activated": "scan 2", "raw, bounded": "raw scan"}[row["inputs"]]
         same = [r for r in times if (r["gates"], r["pass"], r["version"]) == (row["gates"], row["pass"], of)]
         assert row["over_fastest_peer"] == pytest.approx(row["median_ms"] / same[0]["median_ms"])
-    lines = bench.table(rows).splitlines()
-    assert len(lines) == 2 + 6
-    assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["1 x 24 x 1", "fast", "scan", "activated"]
+    lines = bench_tables.times(rows).splitlines()
+    assert len(lines) == 2 + 5
+    assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["1 x 24 x 3", "slow", "scan", "activated"]
 
 
 @pytest.mark.parametrize(("gate", "mean"), [("fast", -2.5), ("slow", -0.0772)])
@@ -128,15 +136,35 @@ def test_short_programs_run_several_times_a_sample(monkeypatch):
     assert times == {ms: {"median_ms": pytest.approx(ms), "min_ms": pytest.approx(ms)} for ms in (1, 30)}
 
 
+def test_a_queue(tmp_path):
+    """It waits for a run that builds; a run that comes later waits for it."""
+    clock.queue(None)()
+    path = str(tmp_path / "queue")
+    with open(path, "w") as building:
+        fcntl.flock(building, fcntl.LOCK_SH)
+        waiting = threading.Thread(target=clock.queue(path), daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    with open(path, "w") as later, pytest.raises(BlockingIOError):
+        fcntl.flock(later, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 def test_a_promise_is_timed_too():
+    def errors(version):
+        program = versions.build(version, (1, 70, 3), BOTH, "float32")
+        return versions.errors(version, program, (1, 70, 3), "fast", "float32")
+
     plain, promised, *raw = versions.ours("chunk")
     assert (plain.name, promised.name) == ("chunk", "chunk g_min=-5")
-    found = versions.errors(promised, "fast", "float32")
-    assert found != versions.errors(plain, "fast", "float32")
-    assert versions.beyond_bounds(found, "float32") == []
+    found = errors(promised)
+    assert found != errors(plain)
+    assert versions.beyond_bounds(promised, found, "float32") == []
     assert [version.kind for version in raw] == ["raw, bounded", "raw, unbounded"]
     for version in raw:
-        assert versions.beyond_bounds(versions.errors(version, "fast", "float32"), "float32") == []
+        assert versions.beyond_bounds(version, errors(version), "float32") == []
 
 
 def test_another_framework(monkeypatch):
@@ -159,8 +187,8 @@ def test_another_framework(monkeypatch):
         set(row["relative_rms"]) for row in rows if row["version"] == "other" and row["measurement"] == "check"
     ] == [{"o", "final_state"}]
     timed = [row for row in rows if row["version"] == "other" and row["measurement"] == "time"]
-    assert [(row["pass"], row["compile_s"], row["temporary_bytes"]) for row in timed] == [("forward", 1.0, 2)]
-    assert bench.table(rows).splitlines()[-1].split("|")[-3].strip() == ""
+    assert [(row["pass"], row["temporary_bytes"]) for row in timed] == [("forward", 2)]
+    assert bench_tables.times(rows).splitlines()[-1].split("|")[-3].strip() == ""
 
 
 def test_decoding(monkeypatch):
@@ -181,7 +209,7 @@ def test_decoding(monkeypatch):
         moved = 2 * 2 * 8 * 8 * (4 if dtype == "float32" else 2)
         assert row["TB/s"] * row["median_ms"] * 1e9 == pytest.approx(moved)
         assert row["of_copy"] == pytest.approx(found["copy", dtype]["median_ms"] / row["median_ms"])
-    assert len(bench.decode_table(rows).splitlines()) == 2 + 7
+    assert len(bench_tables.decoding(rows).splitlines()) == 2 + 7
 
 
 def test_a_wrong_implementation_is_not_timed(monkeypatch):
@@ -192,10 +220,25 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch):
         return right(q, k, v, g, 1.001 * beta - jax.lax.stop_gradient(0.001 * beta), **options)
 
     monkeypatch.setitem(api._IMPLEMENTATIONS, "chunk", wrong)
-    rows = bench.run(settings(implementations=["chunk"]))
-    assert next(rows)["measurement"] == "check"
-    with pytest.raises(bench.WrongResultError, match=r"chunk, slow gates: .* too large: dbeta 1.0e-03 \(at most 1e-04"):
-        next(rows)
+    rows = list(bench.run(settings(implementations=["chunk"], only="^chunk, ")))
+    assert [row["measurement"] for row in rows] == ["build"] * 3 + ["check"] * 2
+    said = "WrongResultError: chunk, slow gates: relative RMS too large: dbeta 1.0e-03 (at most 1e-04)"
+    assert said in rows[-1]["error"]
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_wrong_last_head_is_seen(heads_first):
+    shape = (1, 70, 3)
+
+    def wrong(*inputs):
+        o, final_state = versions_scan(*(jnp.moveaxis(x, 0, 2) if heads_first else x for x in inputs))
+        factor = jnp.array([1, 1, 1.01])
+        o = o * factor[None, None, :, None]
+        return jnp.moveaxis(o, 2, 0) if heads_first else o, final_state * factor[None, :, None, None]
+
+    version = Version("wrong", wrong, heads_first=heads_first)
+    found = versions.errors(version, versions.build(version, shape, "forward", "float32"), shape, "slow", "float32")
+    assert found == {name: pytest.approx(0.01 / 2**0.5, rel=0.5) for name in ("o", "final_state")}
 
 
 def test_a_wrong_peer_is_left_out(monkeypatch):
@@ -212,19 +255,52 @@ def test_a_wrong_peer_is_left_out(monkeypatch):
     assert rows[-1]["over_fastest_peer"] is None
 
 
+def finish(generator):
+    """What it yields, and what it returns."""
+    rows = []
+    try:
+        while True:
+            rows.append(next(generator))
+    except StopIteration as end:
+        return rows, end.value
+
+
 def test_a_version_that_fails_says_so():
     def fail(*_):
         raise MemoryError("too\nlarge")
 
-    rows = list(bench.measure([Version("failing", fail)], (1, 8, 1), ["slow"], "float32"))
+    failing, chosen = Version("failing", fail), settings(shapes=["1x8x1"])
+    lines, programs = finish(bench.build([failing], [], chosen, with_ceilings=False))
+    assert [line["error"] for line in lines] == ["MemoryError: too large"] * 3
+    rows = list(bench.measure([failing], programs, (1, 8, 1), chosen))
     assert [row["error"] for row in rows] == ["MemoryError: too large"] * 2
-    assert bench.table(rows).count("failed") == 2
+    assert bench_tables.times(rows).count("failed") == 2
+    [row] = bench._right([failing], functools.partial(bench.check, programs=programs, settings=chosen))
+    assert (row["measurement"], row["error"]) == ("check", "MemoryError: too large")
 
 
-def test_ceilings_count_bytes_and_operations():
-    copy, product = bench.ceilings(elements=1000, side=10)
+def test_ceilings(monkeypatch):
+    """They count bytes and operations; attention that cannot run says so."""
+    monkeypatch.setattr(ceilings, "ELEMENTS", 1000)
+    monkeypatch.setattr(ceilings, "SIDE", 10)
+    chosen = settings(passes=["forward"])
+    lines, programs = finish(bench.build([], [], chosen, with_ceilings=True))
+    assert {line["version"] for line in lines} == {ceilings.COPY, ceilings.PRODUCT, "cuDNN attention"}
+    copy, product = ceilings.measure(programs)
+    assert (copy["version"], product["version"]) == (ceilings.COPY, ceilings.PRODUCT)
     assert copy["rate"] * copy["median_ms"] * 1e9 == pytest.approx(8000)
     assert product["rate"] * product["median_ms"] * 1e9 == pytest.approx(2000)
+    [row] = ceilings.attention(programs, (1, 24, 3), ["forward"], "float32")
+    assert "cudnn" in row["error"].lower()
+
+
+def test_a_part_is_measured():
+    rows = list(bench.run(settings(implementations=["chunk"], passes=["forward"], only="raw, un")))
+    assert [(row["measurement"], row["version"], row["inputs"], row.get("pass")) for row in rows] == [
+        (measurement, "chunk raw", "raw, unbounded", name)
+        for measurement, name in (("build", "forward"), ("build", "forward"), ("check", None), ("time", "forward"))
+    ]
+    assert set(rows[2]["relative_rms"]) == {"o", "final_state"}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +311,8 @@ def test_ceilings_count_bytes_and_operations():
         ({"decode": ["64"]}, "--decode: '64' is not SEQUENCESxHEADS with positive"),
         ({"gates": ["fast", "weak"]}, "--gates=fast,weak: give some of fast, slow"),
         ({"gates": []}, "--gates=: give some of"),
+        ({"passes": ["backward"]}, r"--passes=backward: give some of forward, forward\+backward"),
+        ({"only": "("}, r"--only=\(: not a regular expression"),
         ({"implementations": ["chnk"]}, "--implementations=chnk: .*'scan'.*got 'chnk'"),
         ({"implementations": ["chunk", "mosaic_gpu"]}, "--implementations=chunk,mosaic_gpu: .*mosaic_gpu"),
         ({"peer_names": ["tokamx"]}, "--peers: no peer 'tokamx'"),
@@ -270,19 +348,23 @@ def test_command(tmp_path):
             [f"--output={output}", "--implementations=scan"],
             ["--shape=1x8x1"],
             [f"--output={tmp_path}"],
+            [f"--output={__file__}"],
+            [f"--queue={tmp_path}"],
             ["oops"],
         )
     ]
     (good, _), *bad = [child.communicate(timeout=120) for child in children]
-    assert [child.returncode for child in children] == [0, 1, 1, 1]
+    assert [child.returncode for child in children] == [0, 1, 1, 1, 1, 1]
     assert good.startswith(output.read_text() + "|")
     header, lines = metrics.read(output)
-    assert [line.get("pass", "check") for line in lines] == ["check", "forward", "forward+backward"]
+    assert [line["measurement"] for line in lines] == ["build"] * 3 + ["check"] + ["time"] * 2
     assert header["config"]["shapes"] == [[1, 8, 1]]
     assert header["device"] == "cpu"
     assert {"jax", "numpy", "python"} <= set(header["versions"])
     for (out, error), part in zip(
-        bad, ("Unknown command line flag 'shape'", f"--output={tmp_path}", "'oops'"), strict=True
+        bad,
+        ("Unknown command line flag 'shape'", f"--output={tmp_path}", "holds results", f"--queue={tmp_path}", "'oops'"),
+        strict=True,
     ):
         assert out == ""
         assert error.startswith("error: ")

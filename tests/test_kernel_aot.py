@@ -16,7 +16,7 @@ TOOL = TESTS.parent.parent / "shared" / "tools" / "aot_h200.py"
 # sizes of all groups.
 SPILLED = {"backward chunk": 200, "grouped": 800}
 # Kernels whose products are wgmma's.
-TENSOR_CORES = ("prepare", "scan", "backward", "latents", "grouped")
+TENSOR_CORES = ("prepare", "scan", "overlapped", "fused", "backward", "latents", "grouped")
 
 
 @pytest.mark.skipif(

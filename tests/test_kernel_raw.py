@@ -9,17 +9,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
+from pallas_kernels.config import Config
 from pallas_kernels.vjp import kda_raw_mosaic
 
 NAMES = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
-T, H, HV, K, V = 70, 1, 2, 64, 64  # the tokens behind the end must not decay the state
+T, H, HV, V = 70, 1, 2, 64  # the tokens behind the end must not decay the state
 
 
-def draw(rng):
-    """q and k of any length, gates in bfloat16 as a layer projects them, different parameters a head."""
+def draw(rng, K, gate):
+    """q and k of any length, gates in bfloat16 as a layer projects them or in float32, different parameters a head."""
     half = [rng.normal(size=(1, T, *s)) * 3 for s in ((H, K), (H, K), (HV, V), (HV, K), (HV,))]
     full = [np.array([-1.0, 2.0]), rng.normal(size=(HV, K)), rng.normal(size=(1, HV, K, V)) / 3]
-    return [jnp.asarray(x, jnp.bfloat16) for x in half] + [jnp.asarray(x, jnp.float32) for x in full]
+    half = [jnp.asarray(x, dtype) for x, dtype in zip(half, [jnp.bfloat16] * 3 + [gate] * 2, strict=True)]
+    return half + [jnp.asarray(x, jnp.float32) for x in full]
 
 
 def cancelled(total, raw, lower_bound, **options):
@@ -35,15 +37,22 @@ def cancelled(total, raw, lower_bound, **options):
     return np.sqrt((terms**2).sum() / (total**2).sum())
 
 
-@pytest.mark.parametrize(("lower_bound", "negative_eigenvalues"), [(None, True), (-5.0, False)])
-def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
-    arrays = draw(rng)
+@pytest.mark.parametrize(
+    ("lower_bound", "negative_eigenvalues", "K", "gate", "route"),
+    # two blocks of 64 channels share the norm
+    [(None, True, 64, "float32", "apart"), (-5.0, False, 128, "bfloat16", "overlapped")],
+)
+def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, K, gate, route):
+    arrays = draw(rng, K, gate)
     do, dstate = rng.normal(size=(1, T, HV, V)), rng.normal(size=(1, HV, K, V))
 
     def run(*arrays):
         *inputs, A_log, dt_bias, state = arrays
-        options = {"negative_eigenvalues": negative_eigenvalues, "interpret": plgpu.InterpretGPUParams()}
-        return kda_raw_mosaic(*inputs, Decay(A_log, dt_bias, lower_bound), scale=0.1, initial_state=state, **options)
+        # of the hand-over between blocks the interpreter knows nothing
+        interpret = plgpu.InterpretGPUParams(detect_races=route == "apart")
+        options = {"scale": 0.1, "initial_state": state, "config": Config(route=route), "interpret": interpret}
+        decay = Decay(A_log, dt_bias, lower_bound)
+        return kda_raw_mosaic(*inputs, decay, negative_eigenvalues=negative_eigenvalues, **options)
 
     def step(*arrays):
         results, pull = jax.vjp(run, *arrays)
@@ -60,3 +69,14 @@ def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues):
     bounds["A_log"] *= max(1, cancelled(expected[5], raw, initial_state=state, **options, **cotangents))
     for name, x, y in zip(NAMES, gradients, expected, strict=True):
         assert_close(x, y, bounds[name], name)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_one_kernel(rng, lower_bound):
+    *inputs, A_log, dt_bias, _ = draw(rng, 64, jnp.bfloat16)
+    options = {"config": Config(route="fused"), "interpret": plgpu.InterpretGPUParams()}
+    run = jax.jit(lambda *x: kda_raw_mosaic(*x, Decay(A_log, dt_bias, lower_bound), scale=0.1, **options))
+    raw = [np.asarray(x.astype(jnp.float32)) for x in (*inputs, A_log, dt_bias)]
+    want = reference.kda_raw(*raw, lower_bound=lower_bound, scale=0.1)
+    for name, x, y in zip(("o", "final_state"), run(*inputs), want, strict=True):
+        assert_close(x, y, FORWARD["bfloat16"], name)
