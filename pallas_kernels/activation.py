@@ -11,13 +11,20 @@ LOG2E = 1.4426950408889634
 EPSILON = 1e-6  # of the L2 norm
 # log(1 + e^x) is x itself in float32 long before this, and e^x is still finite
 LARGE = 60.0
+# In the place of g_raw: the state before the token is reset, or the token leaves it as it is.
+RAW_RESET, RAW_INERT = 1e30, -jnp.inf
 
 
 class Activation(NamedTuple):
-    """How raw inputs become those of the equation: `Decay.lower_bound` and `negative_eigenvalues` of `kda_raw`."""
+    """How raw inputs become those of the equation: `Decay.lower_bound` and `negative_eigenvalues` of `kda_raw`.
+
+    resets: whether g_raw + dt_bias may be `RAW_RESET`, for a decay of exactly 0, beyond any `lower_bound`. `RAW_INERT`
+    always gives 1.
+    """
 
     lower_bound: float | None
     negative_eigenvalues: bool
+    resets: bool = False
 
     def decay(self, x: jax.Array, speed: jax.Array, *, interpret: bool) -> jax.Array:
         """exp(g) of x = g_raw + dt_bias and speed = exp(A_log); the logarithm to 3e-7."""
@@ -25,7 +32,8 @@ class Activation(NamedTuple):
             softplus = jnp.maximum(jnp.log(1 + jnp.exp2(jnp.minimum(x, LARGE) * LOG2E)), x)
             return jnp.exp2(softplus * (speed * -LOG2E))
         sigmoid = reciprocal(1 + jnp.exp2(x * (speed * -LOG2E)), interpret=interpret)
-        return jnp.exp2(sigmoid * (self.lower_bound * LOG2E))
+        decay = jnp.exp2(sigmoid * (self.lower_bound * LOG2E))
+        return jnp.where(x < RAW_RESET / 2, decay, jnp.zeros_like(decay)) if self.resets else decay
 
     def decay_gradients(
         self, x: jax.Array, speed: jax.Array, dg: jax.Array, *, interpret: bool
@@ -36,10 +44,11 @@ class Activation(NamedTuple):
             softplus = jnp.maximum(jnp.log(1 + grown), x)
             dg = dg * -speed
             return dg * (grown * reciprocal(1 + grown, interpret=interpret)), dg * softplus
-        away = jnp.exp2(jnp.minimum(x * (speed * -LOG2E), LARGE * LOG2E))  # e^-z; sigmoid' = e^-z sigmoid^2
+        exponent = jnp.minimum(x * (speed * -LOG2E), LARGE * LOG2E)
+        away = jnp.exp2(exponent)  # e^-z; sigmoid' = e^-z sigmoid^2
         sigmoid = reciprocal(1 + away, interpret=interpret)
-        dx = (dg * sigmoid) * (away * sigmoid) * (speed * self.lower_bound)
-        return dx, dx * x
+        dz = (dg * sigmoid) * (away * sigmoid)
+        return dz * (speed * self.lower_bound), (dz * exponent) * (-self.lower_bound / LOG2E)
 
     def strength(self, x: jax.Array) -> jax.Array:
         """beta of beta_raw."""

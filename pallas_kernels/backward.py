@@ -1,5 +1,8 @@
 """The backward pass: `prepare` once more with its inverse, `backward_scan` over each sequence and head in both
 directions, `backward_chunk` over all chunks at once.
+
+A long sequence of few heads is split into pieces as in `forward`: a scan gives their maps, `backward_scan` from nothing
+what they themselves give to the gradient of the state, and once more, from what the maps then tell, all of its results.
 """
 
 import math
@@ -15,6 +18,8 @@ from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import Config
 from pallas_kernels.inputs import CHUNK, Problem, Raw
 from pallas_kernels.prepare import make_prepare
+from pallas_kernels.scan import make_scan
+from pallas_kernels.spans import compose, find_spans
 
 KEY_CHANNELS = 192  # at most
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
@@ -23,7 +28,8 @@ SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little 
 def unsupported_reason(k: jax.Array, scale: float) -> str | None:
     """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
     if k.dtype != jnp.bfloat16:
-        return f"the backward kernels take bfloat16, got {k.dtype}"
+        why = "float16 holds neither gradients of any size nor dv and v_new of a small beta, whose square dbeta is over"
+        return f"the backward kernels take bfloat16, got {k.dtype}: {why}"
     if k.shape[-1] > KEY_CHANNELS:
         return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
@@ -33,6 +39,7 @@ def backward(
     inputs: tuple[jax.Array, ...],
     initial_state: jax.Array | None,
     cotangents: tuple[jax.Array, jax.Array],
+    sequences: jax.Array | None = None,
     decay: Sequence[jax.Array] = (),
     *,
     scale: float,
@@ -43,9 +50,9 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, g, beta, of the initial state, and of the decay's parameters a row, in the inputs' dtypes.
 
-    inputs, decay, activation: as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and the final
-    state. Heads that share a key head are summed in float32, in a fixed order. Those of A_log and dt_bias are [B, HV]
-    and [B, HV, K], in float32.
+    inputs, sequences, decay, activation: as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and
+    the final state. Heads that share a key head are summed in float32, in a fixed order. Those of A_log and dt_bias are
+    [B, HV] and [B, HV, K], in float32.
     """
     (B, T, H, K), (HV, V) = inputs[0].shape, inputs[2].shape[2:]
     do, dfinal = cotangents
@@ -59,14 +66,32 @@ def backward(
     beta = jnp.maximum(beta.astype(jnp.float32), math.log(SMALLEST_BETA) if raw else SMALLEST_BETA)
     parameters = [x.astype(jnp.float32) for x in decay]
     do = whole(do.astype(v.dtype))
-    initial = jnp.zeros((B, HV, K, V), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+    dfinal = dfinal.astype(jnp.float32)
+    initial = jnp.zeros_like(dfinal) if initial_state is None else initial_state.astype(jnp.float32)
 
     problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw)
     prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *parameters)
     prepared, norms = (prepared[:-1], prepared[-1:]) if raw else (prepared, ())
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
-    scan = make_backward_scan(v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
-    S, dS, v_new, dv, dinitial = scan(*prepared, do, initial, dfinal.astype(jnp.float32) / scale)
+    # half as many pieces as forward: the two directions are blocks of one grid
+    pieces = max(1, config.pieces // 2) if sequences is None else 1
+    spans = find_spans(B, problem.chunks, pieces, sequences)
+    run = make_backward_scan(spans.shape[0], v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
+
+    def scan(initial: jax.Array, dfinal: jax.Array) -> Any:
+        return run(spans, *prepared, do, initial, dfinal / scale)
+
+    if pieces > 1:
+        maps = make_scan(
+            spans.shape[0], v.shape, K, v.dtype, config=Config(stages=config.stages), outputs=False, **options
+        )
+        M, N = jnp.split(maps(spans, *prepared[:6])[0], [V], axis=-1)[::-1]
+        initial, _ = compose(M, N, initial)
+        *_, dN = scan(initial, jnp.zeros_like(initial))
+        dfinal, dinitial = compose(M.mT, dN, dfinal, reverse=True)
+        S, dS, v_new, dv, _ = scan(initial, dfinal)
+    else:
+        S, dS, v_new, dv, dinitial = scan(initial, dfinal)
     chunk = make_backward_chunk(q.shape, v.shape, v.dtype, raw=raw, **options)
     dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *parameters, *norms)
 
@@ -76,6 +101,9 @@ def backward(
     if initial_state is not None:
         grads.append(dinitial.astype(initial_state.dtype))
     if raw:
-        dA_log, ddt_bias = (x.sum(1) for x in partial[:2])
+        owned = None
+        if sequences is not None:  # chunks of no sequence give anything
+            owned = jax.lax.iota(jnp.int32, problem.chunks)[None, :, None, None] < jnp.sum(sequences[:, 1])
+        dA_log, ddt_bias = (x.sum(1, where=owned) for x in partial[:2])
         grads += [dA_log.sum(-1), ddt_bias]
     return tuple(grads)

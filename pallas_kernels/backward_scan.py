@@ -6,7 +6,7 @@ in one grid, since neither needs the other.
 
 (Kimi Linear, arXiv 2510.26692, section 3; the inputs are those of `prepare`.) dS is carried without the factor
 `scale` of the outputs, so that every product adds to what is there. As in `scan`, the state is transposed, [64 values,
-K], in the registers of one warpgroup, and one more warpgroup loads ahead.
+K], in the registers of one warpgroup, one more warpgroup loads ahead, and a sequence is a span of chunks.
 """
 
 from typing import Any
@@ -29,26 +29,28 @@ f32 = jnp.float32
 
 
 def make_backward_scan(
-    v_shape: tuple[int, ...], K: int, dtype: Any, *, scale: float, warpgroups: int, interpret: Any = None
+    spans: int, v_shape: tuple[int, ...], K: int, dtype: Any, *, scale: float, warpgroups: int, interpret: Any = None
 ) -> Any:
-    """The kernel (qU, kD, w [B HV, T, K], u [B HV, T, V], A [B HV, T, 64], total [B HV, T / 64, K] float32, X^T [B HV,
-    T, 64], do [B, T, HV, V], initial state and gradient of the final state, over `scale`, [B, HV, K, V] float32) -> S,
-    dS' [B HV, T / 64, V, K], v_new, dv [B, T, HV, V], gradient of the initial state [B, HV, K, V] float32; T a multiple
-    of 64.
+    """The kernel (spans [N, 3] int32, qU, kD, w [B HV, T, K], u [B HV, T, V], A [B HV, T, 64], total [B HV, T / 64, K]
+    float32, X^T [B HV, T, 64], do [B, T, HV, V], initial state and gradient of the final state, over `scale`, [N, HV,
+    K, V] float32) -> S, dS' [B HV, T / 64, V, K], v_new, dv [B, T, HV, V], gradient of the initial state [N, HV, K, V]
+    float32; T a multiple of 64.
 
-    S is the state before each chunk, dS' the gradient of that after it, over `scale`; V a multiple of 64 * warpgroups.
+    A span is a row of the batch, its first chunk there and its number of chunks; the results of chunks of no span are
+    left as they are. S is the state before each chunk, dS' the gradient of that after it, over `scale`; V a multiple of
+    64 * warpgroups.
     """
     B, T, HV, V = v_shape
     chunks = T // CHUNK
-    stages = min(STAGES, chunks)
     emulated = interpret is not None
 
     def kernel(*refs: Any) -> None:
-        qU, kD, w, u, A, total, XT, do, initial, dfinal, S, dS, v_new, dv, dinitial, *scratch = refs
+        where, qU, kD, w, u, A, total, XT, do, initial, dfinal, S, dS, v_new, dv, dinitial, *scratch = refs
         qs, ks, ws, As, Xs, values_in, totals, state_out, values_out, *barriers = scratch
         full_forward, full_reverse, free, *bounce = barriers
         wg = lax.axis_index("wg")
-        b, h = lax.axis_index("b"), lax.axis_index("h")
+        span, h = lax.axis_index("s"), lax.axis_index("h")
+        b, first_chunk, length = (where[span, i] for i in range(3))
         head = b * HV + h
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
@@ -65,25 +67,29 @@ def make_backward_scan(
             plgpu.wgmma_wait(0)
 
         def run(reverse: bool) -> None:
-            """One direction over all chunks."""
+            """One direction over the span's chunks."""
             values, start = (do, dfinal) if reverse else (u, initial)
             states, results, full = (dS, dv, full_reverse) if reverse else (S, v_new, full_forward)
             inputs = [(kD, ks), (w, ws)] + [(qU, qs), (A, As), (XT, Xs)] * reverse
 
             def place(n: jax.Array) -> jax.Array:
-                return chunks - 1 - n if reverse else n
+                return first_chunk + (length - 1 - n if reverse else n)
+
+            def put(out: jax.Array, n: jax.Array) -> None:
+                """The values of step n; before the first out of bounds, where no other span's are: a branch would cost
+                the overlap with the products.
+                """
+                values_out.at[wg].T[...] = out
+                plgpu.commit_smem()
+                rows = pl.ds(jnp.where(n < 0, chunks + span, place(n)) * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(values_out.at[wg], results.at[b, rows, h, own_values])
 
             def store(state: jax.Array, previous: jax.Array, n: jax.Array) -> None:
-                """The state of step n and the values of the step before; before the first, out of bounds: a branch
-                would cost the overlap with the products.
-                """
+                """The state of step n and the values of the step before."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 state_out.at[wg][...] = state
-                values_out.at[wg].T[...] = previous
-                plgpu.commit_smem()
+                put(previous, n - 1)
                 plgpu.copy_smem_to_gmem(state_out.at[wg], states.at[head, place(n), own_values])
-                rows = pl.ds(jnp.where(n == 0, chunks, place(n - 1)) * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(values_out.at[wg], results.at[b, rows, h, own_values])
 
             def step(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 Z, previous, s = carry
@@ -123,7 +129,7 @@ def make_backward_scan(
                 accumulators = [plgpu.ACC((ROWS, columns), f32) for columns in sizes]
                 Z, out = pl.run_scoped(backward if reverse else forward, *accumulators)
                 plgpu.barrier_arrive(free.at[s])
-                return Z, out, jnp.where(s == stages - 1, 0, s + 1)
+                return Z, out, jnp.where(s == STAGES - 1, 0, s + 1)
 
             @pl.when(wg == warpgroups)
             def produce() -> None:
@@ -131,7 +137,7 @@ def make_backward_scan(
                     plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
                 def fetch(n: jax.Array, s: jax.Array) -> jax.Array:
-                    @pl.when(n >= stages)
+                    @pl.when(n >= STAGES)
                     def _() -> None:
                         plgpu.barrier_wait(free.at[s])
 
@@ -144,46 +150,46 @@ def make_backward_scan(
                         source = values.at[b, rows, h, columns] if reverse else values.at[head, rows, columns]
                         plgpu.copy_gmem_to_smem(source, values_in.at[s, i], full.at[s])
                     plgpu.copy_gmem_to_smem(total.at[head, chunk], totals.at[s], full.at[s])
-                    return jnp.where(s == stages - 1, 0, s + 1)
+                    return jnp.where(s == STAGES - 1, 0, s + 1)
 
-                lax.fori_loop(0, chunks, fetch, jnp.int32(0))
-                for n in range(chunks - stages, chunks):  # so that no arrival is left unseen
-                    plgpu.barrier_wait(free.at[n % stages])
+                lax.fori_loop(0, length, fetch, jnp.int32(0))
+
+                def see(n: jax.Array, _: None) -> None:  # so that no arrival is left unseen
+                    plgpu.barrier_wait(free.at[lax.rem(n, STAGES)])
+
+                lax.fori_loop(jnp.maximum(length - STAGES, 0), length, see, None)
 
             @pl.when(wg < warpgroups)
             def consume() -> None:
                 if warpgroups > 1:
                     plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-                Z = memory.load_transposed(start.at[b, h, :, own_values], interpret=emulated)
+                Z = memory.load_transposed(start.at[span, h, :, own_values], interpret=emulated)
                 previous = plgpu.layout_cast(jnp.zeros((ROWS, CHUNK), dtype), rg.LAYOUT)
-                Z, out, _ = lax.fori_loop(0, chunks, step, (Z, previous, jnp.int32(0)))
+                Z, out, _ = lax.fori_loop(0, length, step, (Z, previous, jnp.int32(0)))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                values_out.at[wg].T[...] = out
-                plgpu.commit_smem()
-                last = pl.ds(place(jnp.int32(chunks - 1)) * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(values_out.at[wg], results.at[b, last, h, own_values])
+                put(out, length - 1)
                 if reverse:
-                    memory.store_transposed(dinitial.at[b, h, :, own_values], Z * scale, interpret=emulated)
+                    memory.store_transposed(dinitial.at[span, h, :, own_values], Z * scale, interpret=emulated)
                 plgpu.wait_smem_to_gmem(0)
 
         reverse = lax.axis_index("direction") == 0  # the longer one first
         pl.when(reverse)(lambda: run(True))
         pl.when(jnp.logical_not(reverse))(lambda: run(False))
 
-    scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3 + [tile((stages, CHUNK, CHUNK), dtype, 64)] * 2
-    scratch += [tile((stages, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((stages, K), f32)]
+    scratch = [tile((STAGES, CHUNK, K), dtype, 64)] * 3 + [tile((STAGES, CHUNK, CHUNK), dtype, 64)] * 2
+    scratch += [tile((STAGES, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((STAGES, K), f32)]
     scratch += [tile((warpgroups, ROWS, K), dtype, 64), tile((warpgroups, CHUNK, ROWS), dtype, 64)]
-    scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=stages) for n in (3, 6)]
-    scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
+    scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=STAGES) for n in (3, 6)]
+    scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES)]
     if emulated:
         scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in sorted({CHUNK, K})]
     states = jax.ShapeDtypeStruct((B * HV, chunks, V, K), dtype)
     values = jax.ShapeDtypeStruct((B, T, HV, V), dtype)
     return plgpu.kernel(
         kernel,
-        out_type=[states, states, values, values, jax.ShapeDtypeStruct((B, HV, K, V), f32)],
-        grid=(2, B, HV, V // (ROWS * warpgroups)),
-        grid_names=("direction", "b", "h", "v"),
+        out_type=[states, states, values, values, jax.ShapeDtypeStruct((spans, HV, K, V), f32)],
+        grid=(2, spans, HV, V // (ROWS * warpgroups)),
+        grid_names=("direction", "s", "h", "v"),
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types=scratch,

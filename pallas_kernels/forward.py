@@ -2,8 +2,7 @@
 each sequence and head, `overlapped` where both fit side by side.
 
 Where there are too few sequences and heads to fill the chip, a sequence is split into pieces. A first scan gives each
-piece's affine map of the state before it, S -> M S + N; composed in order they are the states before the pieces, from
-which a second scan takes all pieces at once. That is exact however slowly the state fades.
+piece's affine map of the state before it, from which a second scan takes all pieces at once.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,11 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
 from pallas_kernels.fused import make_fused
-from pallas_kernels.inputs import CHUNK, Problem, Raw
+from pallas_kernels.inputs import Problem, Raw
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
+from pallas_kernels.spans import compose, find_spans
 
 ROWS = 8  # tokens in a group of shared memory's layout
 
@@ -48,7 +48,7 @@ def forward(
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]
     q, k, v, g, beta = inputs
-    B, padded = v.shape[:2]
+    B = v.shape[0]
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
     arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
@@ -70,38 +70,12 @@ def forward(
         return run(spans, *prepared, *([state] if has_state else []))
 
     pieces = config.pieces if sequences is None else 1
-    spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
+    spans = find_spans(B, problem.chunks, pieces, sequences)
     if pieces > 1:
-        maps = scan(spans, config=Config(stages=config.stages), outputs=False)[0]
-        initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
-        o, _, *states = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]), every=every)
+        (maps,), (HV, V) = scan(spans, config=Config(stages=config.stages), outputs=False), v.shape[2:]
+        initial = jnp.zeros((B, HV, q.shape[3], V), jnp.float32) if initial_state is None else initial_state
+        before, final_state = compose(maps[..., V:], maps[..., :V], initial)
+        o, _, *states = scan(spans, before, every=every)
     else:
         o, final_state, *states = scan(spans, initial_state, every=every)
     return o[:, :T], final_state, *states
-
-
-def _pieces(rows: int, chunks: int, pieces: int) -> jax.Array:
-    """Spans [rows pieces, 3]: every row's chunks in order, in pieces of equal length but the last.
-
-    Computed in the program: a partitioned function may hold no constant array.
-    """
-    span, length = jax.lax.iota(jnp.int32, rows * pieces), -(-chunks // pieces)
-    first = jnp.minimum(span % pieces * length, chunks)
-    return jnp.stack([span // pieces, first, jnp.minimum(length, chunks - first)], axis=1)
-
-
-def _compose(maps: jax.Array, initial_state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The states before the pieces [B, P, HV, K, V] and behind the last, from maps [N | M] [B, P, HV, K, V + K]."""
-    K = maps.shape[-2]
-    N, M = maps[..., :-K], maps[..., -K:]
-
-    def apply(M: jax.Array, S: jax.Array) -> jax.Array:
-        return jnp.einsum("...ij,...jv->...iv", M, S, precision="highest")
-
-    def follow(first: Any, second: Any) -> Any:
-        return apply(second[0], first[0]), apply(second[0], first[1]) + second[1]
-
-    M, N = jax.lax.associative_scan(follow, (M, N), axis=1)
-    initial = jnp.zeros_like(N[:, 0]) if initial_state is None else initial_state
-    after = apply(M, initial[:, None]) + N
-    return jnp.concatenate([initial[:, None], after[:, :-1]], 1), after[:, -1]

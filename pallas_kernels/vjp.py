@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.packing import Packing, align, plan_cu_seqlens
+from kda_jax.ops.prepare import select_valid
 from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
-from pallas_kernels.activation import Activation
+from pallas_kernels.activation import RAW_INERT, RAW_RESET, Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
@@ -62,19 +63,14 @@ def kda_mosaic(
     every, rest = divmod(states_every, CHUNK)
     if rest:
         raise ValueError(f"states_every must be a multiple of {CHUNK}, got {states_every}")
-    inputs: tuple[jax.Array, ...] = (q, k, v, g.astype(jnp.float32), beta)
-    if packing is not None and packing.reset is not None:
-        inputs = (q, k, v, jnp.where(packing.reset[..., None, None], RESET, inputs[3]), beta)
-        g_min = None  # a reset keeps no promise
-    if packing is None or packing.cu_seqlens is None or packing.slot is None:
-        return _run(_Static(float(scale), g_min, config, interpret, every=every), inputs, initial_state)
-    if every:
+    if every and packing is not None and packing.cu_seqlens is not None:
         raise ValueError(f"states_every must be 0 with cu_seqlens, got {states_every}")
-    alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
-    static = _Static(float(scale), g_min, config, interpret, packed=True)
-    inputs = tuple(alignment.gather(x) for x in inputs)
-    o, final_state = _run(static, inputs, initial_state, alignment.spans.astype(jnp.int32))
-    return o[:, alignment.target], final_state
+    g = g.astype(jnp.float32)
+    if packing is not None and packing.reset is not None:
+        g = jnp.where(packing.reset[..., None, None], RESET, g)
+        g_min = None  # a reset keeps no promise
+    static = _Static(float(scale), g_min, config, interpret, every=every)
+    return _run_packed(static, packing, (q, k, v, g, beta), initial_state)
 
 
 def kda_raw_mosaic(
@@ -88,18 +84,31 @@ def kda_raw_mosaic(
     scale: float,
     negative_eigenvalues: bool = False,
     initial_state: State | None = None,
+    packing: Packing | None = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """`kda_mosaic` of a layer's raw projections, normalised and activated inside the kernel; the arguments are
-    `kda_jax.kda_raw`'s, without packing.
+    `kda_jax.kda_raw`'s.
 
     So are those of the backward pass, which keeps the raw ones alone; its kernels give their gradients and those of the
-    decay's parameters.
+    decay's parameters. Packed inputs without backward kernels are activated in XLA.
     """
-    activation = Activation(decay.lower_bound, bool(negative_eigenvalues))
-    static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation)
-    return _run(static, (q, k, v, g_raw, beta_raw), initial_state, decay.A_log, decay.dt_bias)
+    resets = packing is not None and packing.reset is not None
+    activation = Activation(decay.lower_bound, bool(negative_eigenvalues), resets)
+    g_min = None if resets else decay.lower_bound
+    static = _Static(float(scale), g_min, config, interpret, activation=activation)
+    inputs, parameters = (q, k, v, g_raw, beta_raw), (decay.A_log, decay.dt_bias)
+    if packing is not None and unsupported_reason(k, scale) is not None:
+        inputs = select_valid(packing, *_activate(static, *inputs, *parameters))
+        options: dict[str, Any] = {"g_min": decay.lower_bound, "config": config, "interpret": interpret}
+        return kda_mosaic(*inputs, scale=scale, initial_state=initial_state, packing=packing, **options)
+    if packing is not None:
+        wide = g_raw if g_raw.dtype == jnp.bfloat16 else g_raw.astype(jnp.float32)  # float16 does not hold a reset
+        g_raw = jnp.where(packing.valid[..., None, None], wide, RAW_INERT)
+        if packing.reset is not None:
+            g_raw = jnp.where(packing.reset[..., None, None], RAW_RESET, g_raw)
+    return _run_packed(static, packing, (q, k, v, g_raw, beta_raw), initial_state, *parameters)
 
 
 class _Static(NamedTuple):
@@ -120,14 +129,33 @@ class _Static(NamedTuple):
         return inputs, f"b t j v, {state}" + ", b c j k v" * (self.every > 0)
 
     def gradients(self) -> str:
-        """The axes of the gradients of the inputs: the parameters' row by row, so that rows can be anywhere."""
-        return self.axes()[0].replace(", j, j k", ", b j, b j k") if self.activation is not None else self.axes()[0]
+        """The axes of the gradients of the inputs, the spans' excepted; the parameters' row by row, so that rows can be
+        anywhere.
+        """
+        return self.axes()[0].replace(", n i", "").replace(", j, j k", ", b j, b j k")
 
     def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any, list[jax.Array]]:
         """The arrays of tokens, the initial state, the spans (None where there are none), the decay's parameters."""
         more = list(inputs[5:])
         state = more.pop(0) if self.has_state else None
         return inputs[:5], state, more.pop(0) if self.packed else None, more
+
+
+def _run_packed(
+    static: _Static, packing: Packing | None, tokens: tuple[jax.Array, ...], state: jax.Array | None, *more: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`_run`, with `cu_seqlens` of tokens moved to where each sequence begins a chunk."""
+    if packing is None or packing.cu_seqlens is None or packing.slot is None:
+        return _run(static, tokens, state, *more)
+    q, _, v, *_ = tokens
+    alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
+    between = (0, 0, 0, 0 if static.activation is None else RAW_INERT, 0)
+    tokens = tuple(alignment.gather(x, fill) for x, fill in zip(tokens, between, strict=True))
+    spans = alignment.spans.astype(jnp.int32)
+    if state is None:  # without, all gradients would be rows, which vmap may join
+        state = jnp.zeros((spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32)
+    o, final_state = _run(static._replace(packed=True), tokens, state, spans, *more)
+    return alignment.restore(o), final_state
 
 
 def _run(
@@ -143,7 +171,7 @@ def _run(
 
     inputs = [fill(q, keys), fill(k, keys), fill(v, values), fill(g, keys), beta]
     inputs += [] if state is None else [fill(state, keys, values)]
-    inputs += [fill(x, keys) if static.activation is not None and x.ndim == 2 else x for x in more]
+    inputs += [fill(x, keys) if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating) else x for x in more]
     named = 5 + (state is not None)
     inputs[:named] = [checkpoint_name(x, name) for x, name in zip(inputs[:named], RESIDUALS, strict=False)]
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
@@ -177,13 +205,14 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
 def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
-    if not static.packed and not static.every and unsupported_reason(inputs[1], static.scale) is None:
+    if not static.every and unsupported_reason(inputs[1], static.scale) is None:
         arrays = f"{', '.join(static.axes())}"
-        gradients = _mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents))
-        if static.activation is None:
-            return gradients
-        parameters = zip(gradients[-2:], inputs[-2:], strict=True)
-        return (*gradients[:-2], *(dx.sum(0).astype(x.dtype) for dx, x in parameters))
+        gradients = list(_mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents)))
+        if static.activation is not None:
+            gradients[-2:] = [dx.sum(0).astype(x.dtype) for dx, x in zip(gradients[-2:], inputs[-2:], strict=True)]
+        if static.packed:
+            gradients.insert(6, None)  # the spans'
+        return tuple(gradients)
 
     spans = inputs[-1] if static.packed else None
     differentiable = inputs[:-1] if static.packed else inputs
@@ -228,12 +257,14 @@ def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The backward pass of one device."""
     *inputs, do, dstate = arrays
-    tokens, state, _, decay = static.split(tuple(inputs))
+    tokens, state, spans, decay = static.split(tuple(inputs))
     options = _options(static, arrays)
-    return backward(tokens, state, (do, dstate), decay, activation=static.activation, **options)
+    return backward(tokens, state, (do, dstate), spans, decay, activation=static.activation, **options)
 
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     B, T, HV, V = arrays[2].shape
-    config = static.config or default_config(B * HV, arrays[0].shape[3], V, -(-T // CHUNK))
+    _, state, *_ = static.split(arrays)
+    sequences = B if state is None else state.shape[0]
+    config = static.config or default_config(sequences * HV, arrays[0].shape[3], V, -(-T // CHUNK))
     return {"scale": static.scale, "g_min": static.g_min, "config": config, "interpret": static.interpret}

@@ -75,14 +75,16 @@ def backward_cases() -> Iterator[Case]:
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
         prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
         for warpgroups in (1, 2)[: V // 64 if K <= SHARED_KEYS else 1]:
-            scan = make_backward_scan(v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
-            yield f"backward scan {label}, {warpgroups} warpgroups", scan, [*prepared, *[((B, H, K, V), f32)] * 2]
+            scan = make_backward_scan(B, v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
+            arrays = [((B, 3), jnp.int32), *prepared, *[((B, H, K, V), f32)] * 2]
+            yield f"backward scan {label}, {warpgroups} warpgroups", scan, arrays
         chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
-        for bound in (None, -5.0):
-            raw, bounded = Raw(Activation(bound, True), dtype, T), " bounded" * (bound is not None)
-            prepare = make_prepare(Problem(qk, v, dtype, bound is not None, raw), inverse=True)
+        for bound, resets in [(None, False), (-5.0, False), (-5.0, True)][: 2 + (K == V)]:
+            raw = Raw(Activation(bound, True, resets), dtype, T)
+            bounded = " bounded" * (bound is not None) + ", resets" * resets
+            prepare = make_prepare(Problem(qk, v, dtype, bound is not None and not resets, raw), inverse=True)
             gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
             yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
             chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5, raw=raw)

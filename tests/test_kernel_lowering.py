@@ -8,11 +8,12 @@ import pytest
 from aot_cases import cases
 from lowering import lower
 
-from kda_jax import kda_with_states
+from kda_jax import Decay, kda_with_states
+from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
 from pallas_kernels import support
 from pallas_kernels.config import Config
 from pallas_kernels.forward import forward
-from pallas_kernels.vjp import kda_mosaic
+from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
 
 def lower_shapes(function, shapes):
@@ -46,8 +47,8 @@ def test_states_lower_by_the_name_of_the_kernels(monkeypatch):
         lower_shapes(functools.partial(kda_with_states, chunk_size=32, implementation="mosaic_gpu"), shapes)
 
 
-@pytest.mark.parametrize(("heads", "kernels"), [(2, 3), (64, 1), (66, 2), (96, 1)])
-def test_the_public_function_lowers_partitioned(heads, kernels):
+@pytest.mark.parametrize(("heads", "kernels", "backward"), [(2, 3, 5), (64, 1, 3), (66, 2, 3), (96, 1, 3)])
+def test_the_public_function_lowers_partitioned(heads, kernels, backward):
     """In pieces, overlapped, apart and fused; the interpreter's tests pass the partitioning by."""
     T = 32768
     qk, gate = ((1, T, heads, 64), jnp.bfloat16), ((1, T, heads, 64), jnp.float32)
@@ -58,6 +59,23 @@ def test_the_public_function_lowers_partitioned(heads, kernels):
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
 
     text = lower_shapes(jax.grad(loss, tuple(range(6))), shapes)
-    assert text.count("custom_call @mosaic_gpu") == 3  # the backward's; nothing of the forward is kept
+    assert text.count("custom_call @mosaic_gpu") == backward  # nothing of the forward is kept
     text = lower_shapes(lambda *x: kda_mosaic(*x[:5], scale=1.0, initial_state=x[5]), shapes)
     assert text.count("custom_call @mosaic_gpu") == kernels
+
+
+@pytest.mark.parametrize("kind", ["segment_ids", "cu_seqlens"])
+def test_packed_raw_projections_lower_partitioned(kind):
+    """They reach the kernels as they are, forward and backward."""
+    T, heads, f32 = 4096, 66, jnp.float32
+    qk = ((1, T, heads, 64), jnp.bfloat16)
+    packing = ((1, T) if kind == "segment_ids" else (4,), jnp.int32)
+    shapes = [qk, qk, qk, qk, (qk[0][:3], jnp.bfloat16), ((heads,), f32), ((heads, 64), f32), packing]
+
+    def run(*x):
+        packing = plan_segments(x[7]) if kind == "segment_ids" else plan_cu_seqlens(x[7], T)
+        o, state = kda_raw_mosaic(*x[:5], Decay(x[5], x[6], -5.0), scale=1.0, packing=packing)
+        return jnp.sum(o.astype(f32)) + jnp.sum(state)
+
+    assert lower_shapes(run, shapes).count("custom_call @mosaic_gpu") == 2
+    assert lower_shapes(jax.grad(run, tuple(range(7))), shapes).count("custom_call @mosaic_gpu") == 3

@@ -11,20 +11,24 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from reference import kda as oracle
-from tolerances import FORWARD, assert_close
+from reference import kda_raw as raw_oracle
+from tolerances import FORWARD, assert_close, gradient
 
+from kda_jax import Decay
 from kda_jax.ops.prepare import plan, select_valid
-from pallas_kernels.vjp import kda_mosaic
+from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
 H, HV = 1, 2
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def half(x):
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
 
 def inputs(rng, T, K, V, states):
     def unit(x):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-    def half(x):
-        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
 
     q, k, v = (
         half(x)
@@ -37,19 +41,21 @@ def inputs(rng, T, K, V, states):
     return q, k, v, -0.1 * rng.random((1, T, HV, K)), rng.random((1, T, HV)), rng.normal(size=(states, HV, K, V)) / 3
 
 
-def kernels(arrays, **packing):
-    """Through the plan and the zeroed padding, as `kda` calls them."""
-    *arrays, state = arrays
-    arrays = [jnp.asarray(x, jnp.bfloat16 if i < 3 else jnp.float32) for i, x in enumerate(arrays)]
-    packing = plan(packing.get("segment_ids"), packing.get("cu_seqlens"), arrays[2].shape[1])
-    run = functools.partial(
-        kda_mosaic,
-        scale=arrays[0].shape[-1] ** -0.5,
-        initial_state=jnp.asarray(state, jnp.float32),
-        packing=packing,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )
-    return jax.jit(run)(*select_valid(packing, *arrays))
+def kernels(arrays, cotangents=None, **packing):
+    """Through the plan and the zeroed padding, as `kda` calls them; with `cotangents` the gradients follow."""
+    *tokens, state = [jnp.asarray(x, jnp.bfloat16 if i < 3 else jnp.float32) for i, x in enumerate(arrays)]
+    packing = plan(packing.get("segment_ids"), packing.get("cu_seqlens"), tokens[2].shape[1])
+    options = {"scale": tokens[0].shape[-1] ** -0.5, "packing": packing}
+    function = functools.partial(kda_mosaic, interpret=plgpu.InterpretGPUParams(detect_races=True), **options)
+
+    def run(*inputs):
+        return function(*inputs[:5], initial_state=inputs[5])
+
+    def differentiated(*inputs):
+        results, pull = jax.vjp(run, *inputs)
+        return *results, pull((jnp.asarray(cotangents[0], jnp.bfloat16), jnp.asarray(cotangents[1], jnp.float32)))
+
+    return jax.jit(run if cotangents is None else differentiated)(*select_valid(packing, *tokens), state)
 
 
 def test_segments_of_a_row(rng):
@@ -66,16 +72,83 @@ def test_segments_of_a_row(rng):
     assert_close(final_state, last, FORWARD["bfloat16"], "final_state")
 
 
-def test_sequences_with_their_own_states(rng):
+def test_sequences_with_their_own_states(rng, monkeypatch):
     """One ends where a chunk does, one is empty, one has a single token; rows behind the last belong to none."""
+    monkeypatch.delattr("pallas_kernels.vjp.kda_chunk")  # the gradients are the kernels'
     cu = [0, 64, 64, 65, 130]
     arrays = inputs(rng, T=136, K=64, V=64, states=4)
-    o, final_state = kernels(arrays, cu_seqlens=jnp.asarray(cu))
+    do, dstate = half(rng.normal(size=arrays[2].shape)), rng.normal(size=arrays[5].shape) / 3
+    o, final_state, gradients = kernels(arrays, (do, dstate), cu_seqlens=jnp.asarray(cu))
     for n, (start, end) in enumerate(itertools.pairwise(cu)):
-        want, last = oracle(*(x[:, start:end] for x in arrays[:5]), arrays[5][n : n + 1])
+        tokens, own = slice(start, end), slice(n, n + 1)
+        cotangents = {"do": do[:, tokens], "dfinal_state": dstate[own]}
+        (want, last), expected = oracle(*(x[:, tokens] for x in arrays[:5]), arrays[5][own], **cotangents)
+        assert_close(final_state[own], last, FORWARD["bfloat16"], f"state of sequence {n}")
+        assert_close(gradients[5][own], expected[5], gradient("initial_state", "bfloat16"), f"dS of sequence {n}")
         if end > start:
-            assert_close(o[:, start:end], want, FORWARD["bfloat16"], f"o of sequence {n}")
-        assert_close(final_state[n : n + 1], last, FORWARD["bfloat16"], f"state of sequence {n}")
+            assert_close(o[:, tokens], want, FORWARD["bfloat16"], f"o of sequence {n}")
+            for name, x, y in zip(NAMES, gradients, expected[:5], strict=False):
+                assert_close(x[:, tokens], y, gradient(name, "bfloat16"), f"{name} of sequence {n}")
+    assert not any(x[:, 130:].any() for x in (o, *gradients[:5]))
+
+
+RAW = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
+
+
+@pytest.mark.parametrize(("kind", "lower_bound"), [("cu_seqlens", -5.0), ("segment_ids", -5.0), ("segment_ids", None)])
+def test_raw_projections(rng, monkeypatch, kind, lower_bound):
+    """Padding keeps the state whatever a projection of zeros decays to, and a reset leaves nothing of it whatever the
+    bound; the gradients of the decay's parameters are those of the sequences alone.
+    """
+    monkeypatch.delattr("pallas_kernels.vjp.l2_normalize")  # nothing is activated outside the kernels
+    K, V, cu = 64, 64, [0, 40, 70] if kind == "segment_ids" else [0, 40, 40, 70]
+    ids = np.repeat([2, 0, 3, 0], [40, 2, 30, 3])
+    tokens = np.arange(73) if kind == "cu_seqlens" else np.flatnonzero(ids)
+    T, states = (73, 3) if kind == "cu_seqlens" else (len(ids), 1)
+    packing = plan(*((ids[None], None) if kind == "segment_ids" else (None, jnp.asarray(cu))), T)
+    shapes = [(1, T, *s) for s in ((H, K), (H, K), (HV, V), (HV, K), (HV,), (HV, V))]
+    *projections, do = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
+    parameters = np.array([-1.0, 1.0]), rng.normal(size=(HV, K)), rng.normal(size=(states, HV, K, V)) / 3
+    inputs = [*projections, *(jnp.asarray(x, jnp.float32) for x in parameters)]
+    dstate = jnp.asarray(rng.normal(size=(states, HV, K, V)) / 3, jnp.float32)
+
+    def run(*inputs):
+        *tokens, A_log, dt_bias, state = inputs
+        options = {"scale": 0.1, "packing": packing, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        tokens, decay = select_valid(packing, *tokens), Decay(A_log, dt_bias, lower_bound)
+        o, state = kda_raw_mosaic(*tokens, decay, initial_state=state, **options)
+        return *select_valid(packing, o), state
+
+    def differentiated(*inputs):
+        results, pull = jax.vjp(run, *inputs)
+        return results, pull((do, dstate))
+
+    (o, final_state), got = jax.jit(differentiated)(*inputs)
+    wide = [np.asarray(x.astype(jnp.float32)) for x in (*inputs, do, dstate)]
+    *wide, A_log, dt_bias, state, do, dstate = wide
+    sums = [0.0, 0.0]
+    for n, (start, end) in enumerate(itertools.pairwise(cu)):
+        at, last = tokens[start:end], end == cu[-1]
+        if kind == "cu_seqlens":
+            before, after = state[n : n + 1], dstate[n : n + 1]
+        else:
+            before, after = state * (n == 0), dstate * last
+        options = {"lower_bound": lower_bound, "scale": 0.1, "initial_state": before, "dfinal_state": after}
+        results, want = raw_oracle(*(x[:, at] for x in wide), A_log, dt_bias, do=do[:, at], **options)
+        sums = [total + x for total, x in zip(sums, want[5:7], strict=True)]
+        if kind == "cu_seqlens" or last:
+            own = slice(n, n + 1) if kind == "cu_seqlens" else slice(None)
+            assert_close(final_state[own], results[1], FORWARD["bfloat16"], f"state of sequence {n}")
+        if kind == "cu_seqlens" or n == 0:
+            assert_close(got[7][n : n + 1], want[7], gradient("initial_state", "bfloat16"), f"dS of sequence {n}")
+        if end > start:
+            assert_close(o[:, at], results[0], FORWARD["bfloat16"], f"o of sequence {n}")
+            for name, x, y in zip(RAW, got, want[:5], strict=False):
+                assert_close(x[:, at], y, gradient(name, "bfloat16"), f"{name} of sequence {n}")
+    for name, x, y in zip(RAW[5:], got[5:], sums, strict=False):
+        assert_close(x, y, gradient(name, "bfloat16"), name)
+    outside = np.setdiff1d(np.arange(T), tokens[: cu[-1]])
+    assert not any(x[:, outside].any() for x in (o, *got[:5]))
 
 
 @pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32), (200, 32)])

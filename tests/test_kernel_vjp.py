@@ -42,13 +42,13 @@ def stand_in(monkeypatch):
             return o, final_state
         return o, final_state, jnp.concatenate([states[:, every - 1 : -1 : every], final_state[:, None]], axis=1)
 
-    def backward(inputs, initial_state, cotangents, decay, *, scale, g_min, activation, config, interpret):
+    def backward(inputs, initial_state, cotangents, sequences, decay, *, scale, g_min, activation, config, interpret):
         assert activation is None
 
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
             options = {"scale": scale, "g_min": g_min, "activation": None, "every": 0}
-            return forward(inputs, state, None, (), **options, config=config, interpret=None)
+            return forward(inputs, state, sequences, (), **options, config=config, interpret=None)
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
@@ -202,6 +202,20 @@ def test_vmap_over_packed_sequences(rng):
             want, last = oracle(*(x[i, :, start:end] for x in arrays), states[n : n + 1], scale=SCALE)
             assert_close(o[i, :, start:end], want, 1e-5, "o")
             assert_close(final_state[i, n : n + 1], last, 1e-5, "final_state")
+
+
+def test_vmap_over_gradients_of_packed_sequences(rng):
+    """Without an initial state all gradients are rows, and still they do not join."""
+    arrays = inputs(rng, batch=(2, 1))[:5]
+    packing = plan_cu_seqlens(jnp.asarray([0, 30, 30, T]), T)
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing)
+    gradients = jax.jit(jax.vmap(jax.grad(lambda *x: jnp.sum(run(*x)[0] ** 2), range(5))))(*arrays)
+    for i, (start, end) in itertools.product(range(2), ((0, 30), (30, T))):
+        own = [x[i, :, start:end] for x in arrays]
+        do = 2 * oracle(*own, scale=SCALE)[0]
+        _, want = oracle(*own, scale=SCALE, do=do, dfinal_state=np.zeros((1, HV, K, V)))
+        for name, x, y in zip(("q", "k", "v", "g", "beta"), gradients, want, strict=False):
+            assert_close(x[i, :, start:end], y, 1e-4, name)
 
 
 def mesh():

@@ -173,14 +173,14 @@ def kda_raw(
 
     def run(q, k, v, g_raw, beta_raw, *, packing, **options):
         name = first_supported(names, lambda name: _unsupported_reason(name, q, k, v, g_raw))
-        if name == "mosaic_gpu" and packing is None:
+        options |= {"packing": packing}
+        if name == "mosaic_gpu":
             return _raw_mosaic_gpu(
                 q, k, v, g_raw, beta_raw, decay, negative_eigenvalues=negative_eigenvalues, **options
             )
         beta = write_strength(beta_raw, negative_eigenvalues)
         activated = select_valid(packing, l2_normalize(q), l2_normalize(k), v, decay(g_raw), beta)
-        options |= {"packing": packing, "g_min": decay.lower_bound}
-        return _IMPLEMENTATIONS[name](*activated, **options)
+        return _IMPLEMENTATIONS[name](*activated, g_min=decay.lower_bound, **options)
 
     o, final_state, *_ = run_sequence(
         run,

@@ -121,5 +121,5 @@ def kda_chunk(
     slot = None if alignment is None else alignment.slot
     final_state, (after, o) = _scan_states(initial_state, operands, slot, einsum)
     o = from_chunks(o).astype(v.dtype)
-    o = o[:, : v.shape[1]] if alignment is None else o[:, alignment.target]
+    o = o[:, : v.shape[1]] if alignment is None else alignment.restore(o)
     return o, final_state, jnp.moveaxis(after, 0, 1)

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from kda_jax.ops.types import CuSeqlens, SegmentIds, TokenMask
 
@@ -62,22 +62,29 @@ class Alignment:
     """The tokens of packed sequences moved so that each sequence begins a chunk.
 
     Attributes:
-      source: [A], the token that aligned position a holds; A is a multiple of the chunk.
-      valid: [A], whether it holds one.
-      target: [T], the aligned position of each token.
+      source: [A], the token that aligned position a holds, or a number past T of its own; A is a multiple of the chunk.
+      target: [T], the aligned position of each token, or for one of no sequence a number past A of its own.
       slot: [A // C], the sequence that each chunk belongs to.
       spans: [N, 2], the first chunk and the number of chunks of each sequence.
     """
 
     source: Int[Array, " A"]
-    valid: Bool[Array, " A"]
     target: Int[Array, " T"]
     slot: Int[Array, " A//C"]
     spans: Int[Array, "N 2"]
 
-    def gather(self, x: Shaped[Array, "1 T *rest"]) -> Shaped[Array, "1 A *rest"]:
-        """The tokens of x in their aligned positions, zeros between."""
-        return jnp.where(self.valid.reshape(1, -1, *(1,) * (x.ndim - 2)), x[:, self.source], 0)
+    def gather(self, x: Shaped[Array, "1 T *rest"], between: float = 0) -> Shaped[Array, "1 A *rest"]:
+        """The tokens of x in their aligned positions, `between` them where there is none."""
+        return _take(x, self.source, between)
+
+    def restore(self, x: Shaped[Array, "1 A *rest"]) -> Shaped[Array, "1 T *rest"]:
+        """The tokens of aligned x in their own positions, zeros where a token belongs to no sequence."""
+        return _take(x, self.target, 0)
+
+
+def _take(x: Array, index: Array, missing: float) -> Array:
+    """x[:, index], `missing` past the end. No index occurs twice, so that the gradient needs no atomic sums."""
+    return x.at[:, index].get(mode="fill", fill_value=missing, unique_indices=True)
 
 
 def align(cu: CuSeqlens, slot: Int[Array, " T"], chunk_size: int) -> Alignment:
@@ -91,5 +98,8 @@ def align(cu: CuSeqlens, slot: Int[Array, " T"], chunk_size: int) -> Alignment:
     first = cu[owner] + (chunk - starts[owner]) * chunk_size
     source = first[:, None] + jnp.arange(chunk_size)[None]
     valid = (source < cu[owner + 1][:, None]).reshape(-1)
-    target = starts[slot] * chunk_size + jnp.arange(num_tokens) - cu[slot]
-    return Alignment(source.reshape(-1), valid, target, owner, jnp.stack([starts, lengths], axis=1))
+    position, token = jnp.arange(valid.shape[0]), jnp.arange(num_tokens)
+    source = jnp.where(valid, source.reshape(-1), num_tokens + position)
+    target = starts[slot] * chunk_size + token - cu[slot]
+    target = jnp.where((cu[0] <= token) & (token < cu[-1]), target, position.shape[0] + token)
+    return Alignment(source, target, owner, jnp.stack([starts, lengths], axis=1))
