@@ -16,13 +16,16 @@ from pallas_kernels.config import Config
 from pallas_kernels.inputs import CHUNK, Problem, Raw
 from pallas_kernels.prepare import make_prepare
 
+KEY_CHANNELS = 192  # at most
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
 
-def unsupported_reason(dtype: Any, scale: float) -> str | None:
-    """Why inputs that `forward` takes have no backward kernels, or None."""
-    if dtype != jnp.bfloat16:
-        return f"the backward kernels take bfloat16, got {dtype}"
+def unsupported_reason(k: jax.Array, scale: float) -> str | None:
+    """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
+    if k.dtype != jnp.bfloat16:
+        return f"the backward kernels take bfloat16, got {k.dtype}"
+    if k.shape[-1] > KEY_CHANNELS:
+        return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
 
 

@@ -55,33 +55,38 @@ def prepared_types(K: int, dtype: Any, *leading: int) -> list[Any]:
 
 
 def prepare_chunk(
-    read: Callable[[Any], tuple[jax.Array, ...]],
+    read: Callable[[jax.Array], Callable[[Any], tuple[jax.Array, ...]]],
+    done: Callable[[jax.Array], None],
     strength: jax.Array,
     bounded: bool,
     chunk: Prepared,
-    store: Callable[[Any, jax.Array, jax.Array], None],
-    meanwhile: Callable[[], None],
     interpret: bool,
 ) -> None:
-    """Fills `chunk` but for kq, whose parts go to `store`, a slice of channels at a time. read: a `reader`; strength:
-    beta [64, 8], the same in all columns; meanwhile: done when everything has been read.
+    """Fills `chunk`. read: waits for half 0 or 1 of the channels and gives its `reader`; done: called when that half
+    has been read; strength: beta [64, 8], the same in all columns.
     """
     K, dtype = chunk.kD.shape[1], chunk.kD.dtype
     within = (Dense if bounded else Exact)(dtype)
 
-    def group(m: jax.Array, own: Any) -> Any:
-        cs = pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP)
-        q, k, e = read(cs)
-        own, U, D = within.add(own, q, k, e, interpret)
-        store(cs, decayed(k, U, dtype), decayed(q, U, dtype))
-        chunk.kD.at[:, cs][...] = decayed(k, D, dtype)
-        memory.store_ends(chunk.total.at[:, cs], U, interpret=interpret)
+    def half(i: jax.Array, own: Any) -> Any:
+        read_group = read(i)
+
+        def group(m: jax.Array, own: Any) -> Any:
+            q, k, e = read_group(pl.ds(pl.multiple_of(m * GROUP, GROUP), GROUP))
+            cs = pl.ds(pl.multiple_of(i * (K // 2) + m * GROUP, GROUP), GROUP)
+            own, U, D = within.add(own, q, k, e, interpret)
+            for which, x in enumerate((k, q)):
+                memory.store_alternating(chunk.kq.at[:, cs], decayed(x, U, dtype), which, interpret=interpret)
+            chunk.kD.at[:, cs][...] = decayed(k, D, dtype)
+            memory.store_ends(chunk.total.at[:, cs], U, interpret=interpret)
+            return own
+
+        own = lax.fori_loop(0, K // 2 // GROUP, group, own)
+        plgpu.commit_smem()
+        done(i)
         return own
 
-    own = lax.fori_loop(0, K // GROUP, group, within.start())
-    plgpu.commit_smem()
-    meanwhile()
-    A, L = within.finish(own, interpret)
+    A, L = within.finish(lax.fori_loop(0, 2, half, within.start()), interpret)
     chunk.A[...] = A.astype(dtype)
     X = block_inverse(L, strength, interpret=interpret)
     high = X.astype(dtype)

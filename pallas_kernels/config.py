@@ -5,6 +5,8 @@ from typing import Literal
 
 MULTIPROCESSORS = 132  # of an H200 or H100 SXM
 VALUES = 64  # values a warpgroup of the scan
+STAGES = {64: 3, 128: 3, 192: 2, 256: 1}  # by key channels: what shared memory holds with one warpgroup
+SHARED_KEYS = 128  # channels of the largest states that two warpgroups have registers for, and one kernel shared memory
 ROUTES = ("apart", "overlapped", "fused")
 
 LEAST_BLOCKS = 80  # on a full chip, for one kernel: its blocks take a chunk 6 us, two kernels at least 0.076
@@ -19,9 +21,9 @@ class Config:
     """warpgroups: of the scan's blocks, each with 64 values. stages: chunks a block of the scan holds in shared
     memory. pieces: of a sequence, scanned side by side.
 
-    route: of rows of the batch; packed rows and pieces always go "apart", by `prepare`, then `scan`. "overlapped" is
-    both in one kernel; warpgroups and stages do not matter then, and B HV V / 64 must be at most `SCAN_BLOCKS`. "fused"
-    is one kernel of its own, for V <= 128.
+    route: of rows of the batch; packed rows, pieces and states after chunks always go "apart", by `prepare`, then
+    `scan`. "overlapped" is both in one kernel; warpgroups and stages do not matter then, and B HV V / 64 must be at
+    most `SCAN_BLOCKS`. "fused" is one kernel of its own, for V <= 128. Both take at most `SHARED_KEYS` key channels.
     """
 
     warpgroups: int = 1
@@ -32,8 +34,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
-        if self.stages not in (2, 3) or self.warpgroups + self.stages > 4:  # the shared memory of a multiprocessor
-            raise ValueError(f"stages must be 2, or 3 with one warpgroup, got {self.stages}")
+        if self.stages not in (1, 2, 3) or self.warpgroups + self.stages > 4:  # the shared memory of a multiprocessor
+            raise ValueError(f"stages must be 1 or 2, or 3 with one warpgroup, got {self.stages}")
         if self.pieces < 1:
             raise ValueError(f"pieces must be at least 1, got {self.pieces}")
         if self.route not in ROUTES:
@@ -42,19 +44,20 @@ class Config:
             raise ValueError(f"pieces must be 1 with route {self.route!r}, got {self.pieces}")
 
 
-def default_config(sequence_heads: int, value_channels: int, chunks: int) -> Config:
+def default_config(sequence_heads: int, key_channels: int, value_channels: int, chunks: int) -> Config:
     """For B x HV sequences of heads: one kernel where they fill the chip; else as many blocks of the scan as fit it at
     once, with `prepare` beside them where they leave half of it idle.
     """
+    narrow, stages = key_channels <= SHARED_KEYS, STAGES[key_channels]
     rounds = -(-sequence_heads // MULTIPROCESSORS)
-    fused = value_channels <= 2 * VALUES and sequence_heads >= LEAST_BLOCKS * rounds
+    fused = narrow and value_channels <= 2 * VALUES and sequence_heads >= LEAST_BLOCKS * rounds
     blocks = sequence_heads * (value_channels // VALUES)
-    if blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0:
+    if narrow and blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0:
         return Config(warpgroups=2, stages=2, route="fused" if fused else "apart")
     if fused:
         return Config(route="fused")
     pieces = min(MULTIPROCESSORS // blocks, chunks // LEAST_CHUNKS)
     if pieces >= LEAST_PIECES:
-        return Config(pieces=pieces)
-    overlapped = blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES
-    return Config(route="overlapped" if overlapped else "apart")
+        return Config(stages=stages, pieces=pieces)
+    overlapped = narrow and blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES
+    return Config(stages=stages, route="overlapped" if overlapped else "apart")

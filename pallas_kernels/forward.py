@@ -32,14 +32,17 @@ def forward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
+    every: int = 0,
     config: Config,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >=
     g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of chunks of each sequence in the only row;
-    without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log [HV], dt_bias [HV, K].
+    without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log [HV], dt_bias [HV, K]. With
+    `every` a third result: the states of each row behind so many chunks each, and behind its last, [B, n, HV, K, V]
+    float32.
     """
     T = inputs[2].shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
@@ -52,7 +55,7 @@ def forward(
     if initial_state is not None:
         initial_state = initial_state.astype(jnp.float32)
     problem = Problem(q.shape, v.shape, v.dtype, bounded, raw)
-    if config.route != "apart" and sequences is None:
+    if config.route != "apart" and sequences is None and not every:
         has_state = initial_state is not None
         make = make_fused if config.route == "fused" else make_overlapped
         run = make(problem, scale=scale, has_state=has_state, interpret=interpret)
@@ -69,12 +72,12 @@ def forward(
     pieces = config.pieces if sequences is None else 1
     spans = _pieces(B, -(-padded // CHUNK), pieces) if sequences is None else jnp.pad(sequences, ((0, 0), (1, 0)))
     if pieces > 1:
-        maps = scan(spans, config=Config(), outputs=False)[0]
+        maps = scan(spans, config=Config(stages=config.stages), outputs=False)[0]
         initial_state, final_state = _compose(maps.reshape(B, pieces, *maps.shape[1:]), initial_state)
-        o, _ = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]))
+        o, _, *states = scan(spans, initial_state.reshape(-1, *initial_state.shape[2:]), every=every)
     else:
-        o, final_state = scan(spans, initial_state)
-    return o[:, :T], final_state
+        o, final_state, *states = scan(spans, initial_state, every=every)
+    return o[:, :T], final_state, *states
 
 
 def _pieces(rows: int, chunks: int, pieces: int) -> jax.Array:

@@ -34,7 +34,7 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
     (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
     if V not in (ROWS, 2 * ROWS):
         raise ValueError(f"the fused kernel takes {ROWS} or {2 * ROWS} value channels, got {V}")
-    chunks = problem.chunks
+    chunks, half = problem.chunks, K // 2
     warpgroups = V // ROWS  # that carry the state
     emulated = interpret is not None
 
@@ -58,12 +58,15 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
             if warpgroups > 1:
                 plgpu.set_max_registers(PREPARE_REGISTERS, action="increase")
 
-            def fetch(n: jax.Array) -> None:
-                plgpu.copy_gmem_to_smem(g.at[b, rows(n), h], gs, loaded)
+            def fetch(n: jax.Array, i: jax.Array) -> None:
+                """Half i of the channels of chunk n."""
+                channels = pl.ds(pl.multiple_of(i * half, half), half)
+                plgpu.copy_gmem_to_smem(g.at[b, rows(n), h, channels], gs.at[i], loaded.at[i])
                 for source, target in ((q, qs), (k, ks)):
-                    plgpu.copy_gmem_to_smem(source.at[b, rows(n), key_head], target, loaded)
+                    plgpu.copy_gmem_to_smem(source.at[b, rows(n), key_head, channels], target.at[i], loaded.at[i])
 
-            fetch(jnp.int32(0))
+            for i in (0, 1):
+                fetch(jnp.int32(0), jnp.int32(i))
             if raw is not None:
                 plgpu.copy_gmem_to_smem(decay[1].at[h], bias, bias_loaded)
                 plgpu.barrier_wait(bias_loaded)
@@ -73,25 +76,28 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                 # behind the end keys are zero, and beta only has to be finite
                 tokens = jnp.minimum(iota(0, 8) + n * CHUNK, T - 1)
                 strength = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
-                plgpu.barrier_wait(loaded)
-                parameters = None
                 if raw is not None:
                     strength = raw.activation.strength(strength)
-                    parameters = Parameters(jnp.exp(decay[0][h]), bias, (inverse_norms(qs), inverse_norms(ks)))
+                    for i in (0, 1):
+                        plgpu.barrier_wait(loaded.at[i])
+                    speed = jnp.exp(decay[0][h])
+                    norms = inverse_norms(qs.at[0], qs.at[1]), inverse_norms(ks.at[0], ks.at[1])
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(free.at[s]))
                 for i in range(warpgroups):
                     plgpu.copy_gmem_to_smem(v.at[b, rows(n), h, pl.ds(i * ROWS, ROWS)], vs.at[s, i], v_loaded.at[s])
 
-                def store(cs: Any, *kU_qU: jax.Array) -> None:
-                    for i, x in enumerate(kU_qU):
-                        memory.store_alternating(chunk.kq.at[:, cs], x, i, interpret=emulated)
+                def read(i: jax.Array) -> Any:
+                    parameters = None
+                    if raw is None:
+                        plgpu.barrier_wait(loaded.at[i])
+                    else:
+                        parameters = Parameters(speed, bias.at[pl.ds(i * half, half)], norms)
+                    return reader(qs.at[i], ks.at[i], gs.at[i], n * CHUNK, raw, parameters, interpret=emulated)
 
-                read = reader(qs, ks, gs, n * CHUNK, raw, parameters, interpret=emulated)
+                def done(i: jax.Array) -> None:
+                    pl.when(n + 1 < chunks)(lambda: fetch(n + 1, i))
 
-                def fetch_next() -> None:
-                    pl.when(n + 1 < chunks)(lambda: fetch(n + 1))
-
-                prepare_chunk(read, strength, problem.bounded, chunk, store, fetch_next, emulated)
+                prepare_chunk(read, done, strength, problem.bounded, chunk, emulated)
                 plgpu.barrier_arrive(full.at[s])
 
             lax.fori_loop(0, chunks, step, None)
@@ -130,14 +136,14 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
         num_threads=warpgroups + 1,
         thread_name="wg",
         scratch_types=[
-            *[tile((CHUNK, K), dtype, GROUP)] * 2,
-            tile((CHUNK, K), problem.gate, GROUP),
+            *[tile((2, CHUNK, half), dtype, GROUP)] * 2,
+            tile((2, CHUNK, half), problem.gate, GROUP),
             tile((STAGES, warpgroups, CHUNK, ROWS), dtype, 64),
             tile((warpgroups, CHUNK, ROWS), dtype, 64),
             plgpu.SMEM((K,), f32),
             *prepared_types(K, dtype, STAGES),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_arrivals=3, num_barriers=2),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),

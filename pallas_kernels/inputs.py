@@ -92,10 +92,11 @@ def reader(
     return read
 
 
-def inverse_norms(ref: Any) -> jax.Array:
-    """Of every row of ref [64, K], as an array [64, GROUP]."""
+def inverse_norms(*refs: Any) -> jax.Array:
+    """Of every row of refs [64, n] side by side, as an array [64, GROUP]."""
     total = zeros(GROUP)
-    for start in range(0, ref.shape[1], GROUP):
-        x = load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
-        total = total + x * x
+    for ref in refs:
+        for start in range(0, ref.shape[1], GROUP):
+            x = load(ref.at[:, pl.ds(start, GROUP)]).astype(f32)
+            total = total + x * x
     return lax.broadcast_in_dim(lax.rsqrt(jnp.sum(total, axis=1) + EPSILON), total.shape, (0,))

@@ -74,7 +74,7 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
             head, slice = lax.div(block, slices), lax.rem(block, slices)
             b, h, own_values = lax.div(head, HV), lax.rem(head, HV), pl.ds(slice * ROWS, ROWS)
             qU, kD, w, u, A, total = operands
-            recurrence = Recurrence(dtype, scale, bounce=bounce)
+            recurrence = Recurrence(dtype, scale, bounce=bounce, emulated=emulated)
 
             def place(n: jax.Array) -> Operands:
                 """Of chunk n."""

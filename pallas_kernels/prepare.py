@@ -207,14 +207,13 @@ def run(
 
         return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
 
-    w_chunk = product(kUs)
     plgpu.barrier_wait(v_loaded)
-    u_chunk = product(vs)
-    plgpu.commit_smem()
-    kUs[...], vs[...] = w_chunk, u_chunk
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(kUs, w.at[head, rows])
-    plgpu.copy_smem_to_gmem(vs, u.at[head, rows])
+    for chunk, target in ((kUs, w), (vs, u)):
+        result = product(chunk)
+        plgpu.commit_smem()  # every warp has read its operand
+        chunk[...] = result
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(chunk, target.at[head, rows])
 
 
 def make_prepare(problem: Problem, *, inverse: bool = False, interpret: Any = None) -> Any:

@@ -6,7 +6,8 @@
 values, K], in the
 registers of one warpgroup over the whole sequence: every product then has 64 rows, S^T and v_new^T are register
 operands, and the chain from chunk to chunk never passes through memory. Warpgroups of one block share all inputs but
-u; one more warpgroup loads them ahead.
+u; one more warpgroup loads them ahead. Beyond 192 key channels the registers do not hold the state and a copy of it in
+16 bits, and the copy passes through shared memory.
 
 A sequence is a span of chunks: a row of the batch, one of the sequences packed into a row, or a piece of a long one.
 A span acts on the state before it as an affine map, S -> M S + N; the same loop without outputs gives N as the state
@@ -30,6 +31,7 @@ from pallas_kernels.memory import tile
 from pallas_kernels.within import iota, zeros
 
 ROWS = rg.ROWS  # values a warpgroup
+REGISTER_KEYS = 192  # channels of the largest state that the registers hold twice, in float32 and in 16 bits
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
 
@@ -46,23 +48,31 @@ class Operands(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """One chunk after the other, by one warpgroup. bounce: the interpreter's buffers [ROWS, 64] and [ROWS, K]."""
+    """One chunk after the other, by one warpgroup. bounce: shared memory for left operands that are not in registers,
+    [ROWS, K] of a wide state; in the interpreter, which knows no other, also [ROWS, 64].
+    """
 
     dtype: Any
     scale: float
     outputs: bool = True
     bounce: tuple[Any, ...] = ()
+    emulated: bool = False
 
-    def multiply(self, total: Any, a: jax.Array, b: Any) -> None:
-        """total += a b, a in registers."""
-        if not self.bounce:
-            plgpu.wgmma(total, a, b)
-            return
-        buffer = next(x for x in self.bounce if x.shape[1] == a.shape[1])  # the interpreter knows no register operand
-        buffer[...] = a
+    def operand(self, x: jax.Array) -> Any:
+        """x as the left one of a product: in registers, or in shared memory where there is room for it."""
+        room = next((room for room in self.bounce if room.shape[1] == x.shape[1]), None)
+        if room is None:
+            return x
+        plgpu.commit_smem()  # every warp has read what was there
+        room[...] = x
         plgpu.commit_smem()
-        plgpu.wgmma(total, buffer, b)
-        plgpu.wgmma_wait(0)
+        return room
+
+    def multiply(self, total: Any, a: Any, b: Any) -> None:
+        """total += a b."""
+        plgpu.wgmma(total, a, b)
+        if self.emulated:  # its operands share a room
+            plgpu.wgmma_wait(0)
 
     def step(
         self,
@@ -78,9 +88,10 @@ class Recurrence(NamedTuple):
         products; behind: during the last, when w, u and total are free once all warps are there.
         """
         K = S.shape[1]
-        decay = plgpu.load(chunk.total, layout=rg.LAYOUT.reduce(0), optimized=False)
         # both before the first product: ptxas waits for all products before it touches what one of them has written
-        state, decayed = S.astype(self.dtype), S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+        state = self.operand(S.astype(self.dtype))
+        decay = plgpu.load(chunk.total, layout=rg.LAYOUT.reduce(0), optimized=False)
+        decayed = S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
         def products(corrections: Any, update: Any, *results: Any) -> tuple[jax.Array, ...]:
             self.multiply(corrections, state, chunk.w.T)
@@ -88,9 +99,10 @@ class Recurrence(NamedTuple):
                 self.multiply(result, state, chunk.qU.T)
                 meanwhile()
             v = values()
-            v = (v - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))).astype(self.dtype)
+            v = v - plgpu.wgmma_accumulator_load(corrections, wait_n=len(results))
+            v = self.operand(v.astype(self.dtype))
             # the next state first: the next chunk waits for it
-            if not self.bounce:  # the interpreter cannot start from a value
+            if not self.emulated:  # the interpreter cannot start from a value
                 update[...] = decayed
             self.multiply(update, v, chunk.kD)
             for result in results:
@@ -98,7 +110,7 @@ class Recurrence(NamedTuple):
             behind()
             S_next = plgpu.wgmma_accumulator_load(update, wait_n=len(results))
             outputs = [(result[...] * self.scale).astype(self.dtype) for result in results]
-            return decayed + S_next if self.bounce else S_next, *outputs
+            return decayed + S_next if self.emulated else S_next, *outputs
 
         accumulators = [plgpu.ACC((ROWS, columns), f32) for columns in (CHUNK, K, *[CHUNK] * self.outputs)]
         return pl.run_scoped(products, *accumulators)
@@ -109,7 +121,7 @@ class Recurrence(NamedTuple):
 
 
 def bounce_types(columns: Iterable[int], dtype: Any, *leading: int) -> list[Any]:
-    """Of the buffers that the interpreter needs."""
+    """Of a recurrence's `bounce`."""
     return [tile((*leading, ROWS, c), dtype, 64) for c in sorted(set(columns))]
 
 
@@ -131,19 +143,21 @@ def make_scan(
     config: Config,
     has_state: bool = False,
     outputs: bool = True,
+    every: int = 0,
     interpret: Any = None,
 ) -> Any:
     """The kernel (spans [N, 3] int32, qU, kD, w [B HV, T', K], u [B HV, T', V], A [B HV, T', 64], total [B HV, T' / 64,
-    K] float32, state [N, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [N, HV, K, V] float32.
+    K] float32, state [N, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final state [N, HV, K, V] float32; where
+    `every` is not 0 also the states behind so many chunks of a row each, and behind its last, [B, n, HV, K, V] float32.
 
     A span is a row of the batch, its first chunk there and its number of chunks. V must be a multiple of the values of
     `config.warpgroups`. Without `outputs` the result is the spans' affine maps alone, [N | M] as [N, HV, K, V + K]
     float32, and K must be such a multiple too.
     """
-    _, T, HV, V = o_shape
+    B, T, HV, V = o_shape
     chunks = pl.cdiv(T, CHUNK)
     warpgroups, stages = config.warpgroups, config.stages
-    emulated = interpret is not None
+    emulated, wide = interpret is not None, K > REGISTER_KEYS
     columns = V if outputs else V + K
 
     def kernel(where: Any, qU: Any, kD: Any, w: Any, u: Any, A: Any, total: Any, *refs: Any) -> None:
@@ -151,6 +165,7 @@ def make_scan(
             (refs[:has_state], refs[has_state : has_state + outputs]),
             refs[has_state + outputs :],
         )
+        states, scratch = scratch[: every > 0], scratch[every > 0 :]
         qs, ks, ws, As, us, totals, os, full, free, *bounce = scratch
         wg = lax.axis_index("wg")
         span, h = lax.axis_index("s"), lax.axis_index("h")
@@ -159,7 +174,8 @@ def make_scan(
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
 
-        recurrence = Recurrence(dtype, scale, outputs, tuple(x.at[wg] for x in bounce))
+        def recurrence(wg: jax.Array) -> Recurrence:
+            return Recurrence(dtype, scale, outputs, tuple(x.at[wg] for x in bounce), emulated)
 
         def put(out: jax.Array, n: jax.Array) -> None:
             """The outputs of chunk n of the span; before the first out of bounds, where no other span's are: a branch
@@ -171,14 +187,25 @@ def make_scan(
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             S, previous, s = carry
             plgpu.barrier_wait(full.at[s])
+            # with one stage no address changes from chunk to chunk: all would be computed, and kept, ahead of the loop
+            zero = rg.opaque_zero(interpret=emulated) if wide else 0
+            s = s + zero
             chunk = Operands(ws.at[s], qs.at[s], ks.at[s], us.at[s, wg], As.at[s], totals.at[s])
 
             def values() -> jax.Array:
                 u = plgpu.load(chunk.u.T, layout=rg.LAYOUT).astype(f32)
                 return u if outputs else jnp.where(first_value < V, u, jnp.zeros_like(u))
 
-            S, *out = recurrence.step(S, chunk, values, meanwhile=lambda: put(previous, n - 1))
+            S, *out = recurrence(wg + zero).step(S, chunk, values, meanwhile=lambda: put(previous, n - 1))
             plgpu.barrier_arrive(free.at[s])
+            if every:
+                done = first_chunk + n
+
+                @pl.when((lax.rem(done + 1, every) == 0) | (done == chunks - 1))
+                def _() -> None:
+                    place = states[0].at[b, lax.div(done, every), h, :, own_values]
+                    memory.store_transposed(place, S, interpret=emulated)
+
             return S, out[0] if outputs else previous, jnp.where(s == stages - 1, 0, s + 1)
 
         @pl.when(wg == warpgroups)
@@ -219,24 +246,26 @@ def make_scan(
                 if not outputs:  # the identity's columns behind those of the values
                     own = iota(0, K) + (first_value + wg * ROWS - V)
                     S = jnp.where(own == iota(1, K), S + 1, S)
-            S, out, _ = lax.fori_loop(0, length, step, (S, recurrence.empty(), jnp.int32(0)))
+            S, out, _ = lax.fori_loop(0, length, step, (S, recurrence(wg).empty(), jnp.int32(0)))
             if outputs:
                 put(out, length - 1)
             memory.store_transposed(final_state.at[span, h, :, own_values], S, interpret=emulated)
             plgpu.wait_smem_to_gmem(0)
 
+    out_type = [jax.ShapeDtypeStruct(o_shape, dtype)] * outputs
+    out_type += [jax.ShapeDtypeStruct((spans, HV, K, columns), f32)]
+    if every:
+        out_type += [jax.ShapeDtypeStruct((B, pl.cdiv(chunks, every), HV, K, V), f32)]
     scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3
     scratch += [tile((stages, CHUNK, CHUNK), dtype, 64), tile((stages, warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.SMEM((stages, K), f32)]
     scratch += [tile((warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.Barrier(num_arrivals=3 + 2 * outputs + warpgroups, num_barriers=stages)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
-    if emulated:
-        scratch += bounce_types((CHUNK, K), dtype, warpgroups)
+    scratch += bounce_types((CHUNK, K) if emulated else (K,) * wide, dtype, warpgroups)
     return plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct(o_shape, dtype)] * outputs
-        + [jax.ShapeDtypeStruct((spans, HV, K, columns), f32)],
+        out_type=out_type,
         grid=(columns // (ROWS * warpgroups), HV, spans),
         grid_names=("v", "h", "s"),
         num_threads=warpgroups + 1,

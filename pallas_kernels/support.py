@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from kda_jax.ops.gates import Decay
 
-KEY_CHANNELS = (64, 128)  # of the kernels; others are filled up with zeros
+KEY_CHANNELS = (64, 128, 192, 256)  # of the kernels; others are filled up with zeros
 VALUE_CHANNELS = (64, 128, 192, 256)
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16")  # of every product; those of float32 would each be three (the README says what for)
 COMPUTE_CAPABILITY = "9.0"
 
 # Of the decode step.
@@ -35,23 +35,29 @@ def unsupported_reason(
     v: jax.Array,
     g: jax.Array,
     *,
+    states_every: int = 0,
     platform: str | None = None,
 ) -> str | None:
     """Why `kda_mosaic` cannot run on these inputs (arrays, tracers or `jax.ShapeDtypeStruct`), or None.
 
+    states_every: tokens from one returned state to the next, 0 for none.
     platform: "hopper" skips the look at the default device, for a program that is lowered for a machine that is not
     this one.
     """
     if platform != "hopper" and (reason := _unsupported_device()):
         return reason
+    from pallas_kernels.prepare import CHUNK  # here, since it loads Mosaic
+
     if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
-        return f"q, k, v must share a dtype of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}"
+        return f"q, k, v must share a dtype of {DTYPES}, that of the products, got {q.dtype}, {k.dtype}, {v.dtype}"
     if jnp.dtype(g.dtype).itemsize > 4:
         return f"g must have at most 32 bits, got {g.dtype}"
     if q.shape[-1] > KEY_CHANNELS[-1]:
         return f"the number of key channels must be at most {KEY_CHANNELS[-1]}, for the registers, got {q.shape[-1]}"
     if v.shape[-1] > VALUE_CHANNELS[-1]:
         return f"the number of value channels must be at most {VALUE_CHANNELS[-1]}, got {v.shape[-1]}"
+    if states_every % CHUNK:
+        return f"the tokens from one returned state to the next must be a multiple of {CHUNK}, got {states_every}"
     if 0 in v.shape:
         return f"v must not be empty, got shape {v.shape}"
     return None

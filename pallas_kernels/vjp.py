@@ -22,7 +22,7 @@ from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 RESET = -1e4  # a log decay that leaves exactly nothing
 # For policies of `jax.checkpoint`. Where all are saved, no kernel of the forward pass runs again.
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
-OUTPUTS = ("kda_o", "kda_final_state")
+OUTPUTS = ("kda_o", "kda_final_state", "kda_states")
 
 
 def kda_mosaic(
@@ -36,9 +36,10 @@ def kda_mosaic(
     initial_state: State | None = None,
     packing: Packing | None = None,
     g_min: float | None = None,
+    states_every: int = 0,
     config: Config | None = None,
     interpret: Any = None,
-) -> tuple[Values, State]:
+) -> tuple[jax.Array, ...]:
     """Kimi Delta Attention of activated inputs on Hopper (Kimi Linear, arXiv 2510.26692, section 3); the arguments
     are `kda_jax.kda`'s.
 
@@ -49,18 +50,26 @@ def kda_mosaic(
     chunk. Other numbers of channels than the kernels' are filled up with zeros.
 
     Args:
+      states_every: also return the state after every so many tokens, a multiple of 64, but with `cu_seqlens`; gradients
+        are then those of the chunk form.
       config: tuning; by default that of the shape on each device.
       interpret: `plgpu.InterpretGPUParams` to emulate the kernels on a CPU.
 
     Returns:
-      o [B, T, HV, V] in v's dtype; final state [N, HV, K, V] float32.
+      o [B, T, HV, V] in v's dtype; final state [N, HV, K, V] float32; with `states_every` the states [B, ceil(T /
+      states_every), HV, K, V] float32, the last of them after all tokens.
     """
+    every, rest = divmod(states_every, CHUNK)
+    if rest:
+        raise ValueError(f"states_every must be a multiple of {CHUNK}, got {states_every}")
     inputs: tuple[jax.Array, ...] = (q, k, v, g.astype(jnp.float32), beta)
     if packing is not None and packing.reset is not None:
         inputs = (q, k, v, jnp.where(packing.reset[..., None, None], RESET, inputs[3]), beta)
         g_min = None  # a reset keeps no promise
     if packing is None or packing.cu_seqlens is None or packing.slot is None:
-        return _run(_Static(float(scale), g_min, config, interpret), inputs, initial_state)
+        return _run(_Static(float(scale), g_min, config, interpret, every=every), inputs, initial_state)
+    if every:
+        raise ValueError(f"states_every must be 0 with cu_seqlens, got {states_every}")
     alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
     static = _Static(float(scale), g_min, config, interpret, packed=True)
     inputs = tuple(alignment.gather(x) for x in inputs)
@@ -81,7 +90,7 @@ def kda_raw_mosaic(
     initial_state: State | None = None,
     config: Config | None = None,
     interpret: Any = None,
-) -> tuple[Values, State]:
+) -> tuple[jax.Array, ...]:
     """`kda_mosaic` of a layer's raw projections, normalised and activated inside the kernel; the arguments are
     `kda_jax.kda_raw`'s, without packing.
 
@@ -101,12 +110,14 @@ class _Static(NamedTuple):
     has_state: bool = False
     packed: bool = False  # the only row holds several sequences, the last input their spans
     activation: Activation | None = None  # the inputs are raw, the last two the decay's parameters
+    every: int = 0  # chunks from one returned state to the next
 
     def axes(self) -> tuple[str, str]:
         """Of the inputs and of the outputs, for `over_batch_and_heads`."""
         state = "n j k v" if self.packed else "b j k v"
         inputs = "b t h k, b t h k, b t j v, b t j k, b t j" + f", {state}" * self.has_state + ", n i" * self.packed
-        return inputs + ", j, j k" * (self.activation is not None), f"b t j v, {state}"
+        inputs += ", j, j k" * (self.activation is not None)
+        return inputs, f"b t j v, {state}" + ", b c j k v" * (self.every > 0)
 
     def gradients(self) -> str:
         """The axes of the gradients of the inputs: the parameters' row by row, so that rows can be anywhere."""
@@ -121,7 +132,7 @@ class _Static(NamedTuple):
 
 def _run(
     static: _Static, tokens: tuple[jax.Array, ...], state: jax.Array | None, *more: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """`_kda` of any numbers of channels: zeros fill them up, in `more` those of dt_bias."""
     q, k, v, g, beta = tokens
     K, V = q.shape[-1], v.shape[-1]
@@ -138,8 +149,8 @@ def _run(
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
     varying = as_varying(tuple(inputs), tuple(inputs))
     results = _kda(static._replace(has_state=state is not None), *varying)
-    o, final_state = (checkpoint_name(x, name) for x, name in zip(results, OUTPUTS, strict=True))
-    return o[..., :V], final_state[..., :K, :V]
+    o, *states = (checkpoint_name(x, name) for x, name in zip(results, OUTPUTS, strict=False))
+    return o[..., :V], *(S[..., :K, :V] for S in states)
 
 
 def _mapped(run: Any, static: _Static, arrays: str, results: str, inputs: tuple[jax.Array, ...]) -> Any:
@@ -155,18 +166,18 @@ def _mapped(run: Any, static: _Static, arrays: str, results: str, inputs: tuple[
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kda(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _kda(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
     return _mapped(_local, static, *static.axes(), inputs)
 
 
-def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     return _kda(static, *inputs), inputs
 
 
 def _kda_backward(
-    static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+    static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
-    if not static.packed and unsupported_reason(inputs[2].dtype, static.scale) is None:
+    if not static.packed and not static.every and unsupported_reason(inputs[1], static.scale) is None:
         arrays = f"{', '.join(static.axes())}"
         gradients = _mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents))
         if static.activation is None:
@@ -177,7 +188,7 @@ def _kda_backward(
     spans = inputs[-1] if static.packed else None
     differentiable = inputs[:-1] if static.packed else inputs
 
-    def chunk_form(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def chunk_form(*inputs: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, g, beta, *state = inputs if static.activation is None else _activate(static, *inputs)
         options: dict[str, Any] = {"scale": static.scale, "g_min": static.g_min}
         if spans is not None:
@@ -185,8 +196,12 @@ def _kda_backward(
             options["packing"] = plan_cu_seqlens(jnp.pad(ends, (1, 0)), v.shape[1])
         sequences = v.shape[0] if spans is None else spans.shape[0]
         zero = jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
-        o, final_state, _ = kda_chunk(q, k, v, g, beta, initial_state=state[0] if state else zero, **options)
-        return o, final_state
+        o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=state[0] if state else zero, **options)
+        if not static.every:
+            return o, final_state
+        chunks = states.shape[1]
+        ends = jnp.minimum(static.every * (1 + jnp.arange(-(-chunks // static.every))), chunks)
+        return o, final_state, states[:, ends - 1]
 
     gradients = jax.vjp(chunk_form, *differentiable)[1](cotangents)
     return (*gradients, None) if static.packed else gradients
@@ -204,9 +219,10 @@ def _activate(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
     return l2_normalize(q), l2_normalize(k), v, decay(g), strength, *([] if state is None else [state])
 
 
-def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
     """The forward pass of one device."""
-    return forward(*static.split(inputs), activation=static.activation, **_options(static, inputs))
+    options = _options(static, inputs)
+    return forward(*static.split(inputs), activation=static.activation, every=static.every, **options)
 
 
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -219,5 +235,5 @@ def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     B, T, HV, V = arrays[2].shape
-    config = static.config or default_config(B * HV, V, -(-T // CHUNK))
+    config = static.config or default_config(B * HV, arrays[0].shape[3], V, -(-T // CHUNK))
     return {"scale": static.scale, "g_min": static.g_min, "config": config, "interpret": static.interpret}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.backward_chunk import make_backward_chunk
 from pallas_kernels.backward_scan import make_backward_scan
-from pallas_kernels.config import Config
+from pallas_kernels.config import SHARED_KEYS, STAGES, Config
 from pallas_kernels.decode import decode
 from pallas_kernels.fused import make_fused
 from pallas_kernels.inputs import Problem, Raw
@@ -29,6 +29,8 @@ def cases() -> Iterator[Case]:
         (jnp.bfloat16, 128, 128),
         (jnp.bfloat16, 64, 64),
         (jnp.bfloat16, 128, 256),
+        (jnp.bfloat16, 192, 128),
+        (jnp.bfloat16, 256, 256),
         (jnp.float16, 128, 128),
     ):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
@@ -42,15 +44,19 @@ def cases() -> Iterator[Case]:
                 name = label + " bounded" * bounded + " raw" * (given is not None)
                 problem = Problem(qk, v, dtype, bounded, given)
                 yield f"prepare {name}", make_prepare(problem), arrays
-                if V <= 128:
+                if V <= 128 and K <= SHARED_KEYS:
                     options = {"scale": K**-0.5, "has_state": True}
                     yield f"overlapped {name}", make_overlapped(problem, **options), [*arrays, state]
                     yield f"fused {name}", make_fused(problem, **options), [*arrays, state]
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)] + [((B * H, T // 64, K), f32)]
-        for config in [Config(1, 3), Config(2, 2)][: V // 64]:
+        one = Config(stages=STAGES[K])
+        for config in [one, Config(2, 2)][: V // 64 if K <= SHARED_KEYS else 1]:
             scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, has_state=True)
             yield f"scan {label}, {config}", scan, [((B, 3), jnp.int32), *prepared, state]
-        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=Config(), outputs=False)
+            if (K, V) == (128, 128):
+                scan = make_scan(B, v, K, dtype, scale=K**-0.5, config=config, every=2)
+                yield f"scan {label}, {config}, states", scan, [((B, 3), jnp.int32), *prepared]
+        maps = make_scan(B, v, K, dtype, scale=K**-0.5, config=one, outputs=False)
         yield f"scan {label}, maps", maps, [((B, 3), jnp.int32), *prepared]
     yield from backward_cases()
     yield from decode_cases()
@@ -59,14 +65,14 @@ def cases() -> Iterator[Case]:
 
 def backward_cases() -> Iterator[Case]:
     B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
-    for K, V in ((128, 128), (64, 64), (128, 256)):
+    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128)):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
         yield f"prepare and inverse {label}", make_prepare(Problem(qk, v, dtype, False), inverse=True), inputs
         prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
         prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
-        for warpgroups in (1, 2)[: V // 64]:
+        for warpgroups in (1, 2)[: V // 64 if K <= SHARED_KEYS else 1]:
             scan = make_backward_scan(v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
             yield f"backward scan {label}, {warpgroups} warpgroups", scan, [*prepared, *[((B, H, K, V), f32)] * 2]
         chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)

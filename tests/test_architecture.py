@@ -22,6 +22,7 @@ RANKS = {
     "kda_jax.ops.decode": 3,
     "kda_jax.ops.grouped_product": 3,
     "kda_jax.ops.latent_attention": 3,
+    "kda_jax.ops.states": 3,
     "kda_jax.layers": 4,
     "kda_jax.models": 5,
     "kda_jax": 6,

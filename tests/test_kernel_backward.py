@@ -77,6 +77,10 @@ def test_two_warpgroups_two_parts_of_the_keys_and_more_chunks_than_stages(rng):
     check(arrays(rng, "slow", T=180, H=1, HV=1, K=128, V=128), kernels(Config(warpgroups=2, stages=2)))
 
 
+def test_three_parts_of_the_keys(rng):
+    check(arrays(rng, "slow", T=70, H=1, HV=1, K=192, V=64), kernels(Config(stages=2)))
+
+
 def test_identical_keys_that_forget_nothing(rng):
     """dv and dbeta are small differences of what goes through the states."""
     q, k, v, g, beta, *more = arrays(rng, "slow", T=180, H=1, HV=1, K=64, V=64)

@@ -23,12 +23,11 @@ DECAYS = {
 
 
 @functools.cache
-def kernels(config, g_min=None):
+def kernels(config, g_min=None, every=0):
     # of the hand-over between blocks, which overlapping stages need, the interpreter knows nothing
     interpret = plgpu.InterpretGPUParams(detect_races=config.route != "overlapped")
-    return jax.jit(
-        lambda *x: forward(x[:5], *x[5:], scale=x[0].shape[-1] ** -0.5, g_min=g_min, config=config, interpret=interpret)
-    )
+    options = {"g_min": g_min, "every": every, "config": config, "interpret": interpret}
+    return jax.jit(lambda *x: forward(x[:5], *x[5:], scale=x[0].shape[-1] ** -0.5, **options))
 
 
 def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
@@ -41,7 +40,10 @@ def inputs(rng, decay, T, H, HV, K, V, dtype=jnp.bfloat16):
 
 
 def check(arrays, config, g_min=None):
-    got = kernels(config, g_min)(*arrays)
+    check_outputs(arrays, *kernels(config, g_min)(*arrays))
+
+
+def check_outputs(arrays, *got):
     want = oracle(*(np.asarray(x.astype(jnp.float32)) for x in arrays))
     for name, x, y in zip(("o", "final_state"), got, want, strict=True):
         assert_close(x, y, FORWARD["bfloat16"], name)
@@ -73,6 +75,23 @@ def test_too_many_heads_cannot_overlap():
     run = functools.partial(forward, scale=1.0, g_min=None, config=Config(route="overlapped"))
     with pytest.raises(ValueError, match="at most 64 for the stages to overlap, got 66"):
         jax.eval_shape(lambda *x: run(x, None), *arrays, jax.ShapeDtypeStruct((1, 64, 33), jnp.float32))
+
+
+@pytest.mark.parametrize(("K", "stages", "pieces"), [(192, 2, 1), (256, 1, 2)])
+def test_wide_keys(rng, K, stages, pieces):
+    check(inputs(rng, "slow", T=140, H=1, HV=1, K=K, V=64), Config(stages=stages, pieces=pieces))
+
+
+@pytest.mark.parametrize(("pieces", "every", "ends"), [(1, 2, (128, 200)), (3, 1, (64, 128, 192, 200))])
+def test_states_after_chunks(rng, pieces, every, ends):
+    """Every second one, and the last; and every one, across the pieces of a split sequence."""
+    arrays = inputs(rng, "slow", T=200, H=1, HV=2, K=64, V=64)
+    o, final_state, states = kernels(Config(pieces=pieces), every=every)(*arrays)
+    check_outputs(arrays, o, final_state)
+    assert states.shape[1] == len(ends)
+    for chunk, end in enumerate(ends):
+        _, want = oracle(*(np.asarray(x.astype(jnp.float32))[:, :end] for x in arrays[:5]), arrays[5])
+        assert_close(states[:, chunk], want, FORWARD["bfloat16"], f"state after {end} tokens")
 
 
 @pytest.mark.parametrize("decay", ["slow", "mixed"])
@@ -118,7 +137,7 @@ def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
 @pytest.mark.parametrize(
     ("arrays", "part"),
     [
-        (specs(K=192), "key channels must be at most 128, for the registers, got 192"),
+        (specs(K=320), "key channels must be at most 256, for the registers, got 320"),
         (specs(V=320), "value channels must be at most 256, got 320"),
         (specs(dtype=jnp.float32), "share a dtype"),
         (specs(g=np.float64), "at most 32 bits"),
@@ -135,14 +154,16 @@ def test_supported_inputs_have_none_but_the_device():
 
 
 def test_config_checks_itself():
-    invalid = {"warpgroups": 3}, {"stages": 1}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}
+    invalid = {"warpgroups": 3}, {"stages": 0}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}
     for bad in (*invalid, {"pieces": 2, "route": "fused"}, {"route": "both"}):
         with pytest.raises(ValueError, match="must be"):
             Config(**bad)
-    assert default_config(32, 128, 1024) == default_config(4, 128, 128) == Config(route="overlapped")
-    assert default_config(33, 128, 1024) == default_config(16, 256, 128) == Config(warpgroups=1, stages=3)
-    assert default_config(256, 128, 64) == Config(warpgroups=2, stages=2, route="fused")
-    assert default_config(256, 64, 64) == Config(route="fused")
-    assert default_config(96, 256, 64) == default_config(140, 128, 64) == Config(warpgroups=2, stages=2)
-    assert default_config(4, 128, 1024).pieces == 16
-    assert default_config(4, 128, 128).pieces == default_config(16, 128, 1024).pieces == 1
+    assert default_config(32, 128, 128, 1024) == default_config(4, 128, 128, 128) == Config(route="overlapped")
+    assert default_config(33, 128, 128, 1024) == default_config(16, 128, 256, 128) == Config(warpgroups=1, stages=3)
+    assert default_config(256, 128, 128, 64) == Config(warpgroups=2, stages=2, route="fused")
+    assert default_config(256, 128, 64, 64) == Config(route="fused")
+    assert default_config(96, 128, 256, 64) == default_config(140, 128, 128, 64) == Config(warpgroups=2, stages=2)
+    assert default_config(256, 192, 128, 64) == Config(stages=2)
+    assert default_config(4, 256, 128, 1024) == Config(stages=1, pieces=16)
+    assert default_config(4, 128, 128, 1024).pieces == 16
+    assert default_config(4, 128, 128, 128).pieces == default_config(16, 128, 128, 1024).pieces == 1

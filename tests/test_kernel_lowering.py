@@ -8,6 +8,8 @@ import pytest
 from aot_cases import cases
 from lowering import lower
 
+from kda_jax import kda_with_states
+from pallas_kernels import support
 from pallas_kernels.config import Config
 from pallas_kernels.forward import forward
 from pallas_kernels.vjp import kda_mosaic
@@ -30,6 +32,18 @@ def test_lowers_at_any_length(T, route, kernels):
     shapes = [qk, qk, v, ((2, T, 4, 128), jnp.float32), ((2, T, 4), jnp.float32), ((2, 4, 128, 128), jnp.float32)]
     function = functools.partial(forward, scale=1.0, g_min=None, config=Config(route=route))
     assert lower_shapes(lambda *x: function(x[:5], x[5]), shapes).count("custom_call @mosaic_gpu") == kernels
+
+
+def test_states_lower_by_the_name_of_the_kernels(monkeypatch):
+    """The public function reaches them; a state every two chunks of 300 tokens, and the last."""
+    monkeypatch.setattr(support, "_unsupported_device", lambda: None)
+    qk, gate = ((2, 300, 2, 64), jnp.bfloat16), ((2, 300, 4, 64), jnp.float32)
+    shapes = [qk, qk, ((2, 300, 4, 128), jnp.bfloat16), gate, (gate[0][:3], jnp.float32)]
+    text = lower_shapes(functools.partial(kda_with_states, chunk_size=128, implementation="mosaic_gpu"), shapes)
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "tensor<2x3x4x64x128xf32>" in text.split("func.func public @main")[1].split("\n")[0].split("->")[1]
+    with pytest.raises(NotImplementedError, match="must be a multiple of 64, got 32"):
+        lower_shapes(functools.partial(kda_with_states, chunk_size=32, implementation="mosaic_gpu"), shapes)
 
 
 @pytest.mark.parametrize(("heads", "kernels"), [(2, 3), (64, 1), (66, 2), (96, 1)])

@@ -78,7 +78,7 @@ def test_sequences_with_their_own_states(rng):
         assert_close(final_state[n : n + 1], last, FORWARD["bfloat16"], f"state of sequence {n}")
 
 
-@pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32)])
+@pytest.mark.parametrize(("K", "V"), [(32, 96), (96, 32), (200, 32)])
 def test_other_numbers_of_channels(rng, K, V):
     arrays = inputs(rng, T=70, K=K, V=V, states=1)
     o, final_state = kernels(arrays)

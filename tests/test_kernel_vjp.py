@@ -28,7 +28,7 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, config, interpret):
+    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, every, config, interpret):
         assert activation is None
         q, k, v, g, beta = inputs
         if initial_state is None:
@@ -37,23 +37,25 @@ def stand_in(monkeypatch):
         if sequences is not None:
             packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
         options = {"scale": scale, "g_min": g_min, "packing": packing}
-        return kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)[:2]
+        o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)
+        if not every:
+            return o, final_state
+        return o, final_state, jnp.concatenate([states[:, every - 1 : -1 : every], final_state[:, None]], axis=1)
 
     def backward(inputs, initial_state, cotangents, decay, *, scale, g_min, activation, config, interpret):
         assert activation is None
 
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
-            return forward(
-                inputs, state, None, (), scale=scale, g_min=g_min, activation=None, config=config, interpret=None
-            )
+            options = {"scale": scale, "g_min": g_min, "activation": None, "every": 0}
+            return forward(inputs, state, None, (), **options, config=config, interpret=None)
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
 
     monkeypatch.setattr(vjp, "forward", forward)
     monkeypatch.setattr(vjp, "backward", backward)
-    monkeypatch.setattr(vjp, "unsupported_reason", lambda dtype, scale: None)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: None)
     mapping.over_batch_and_heads.cache_clear()
 
 
@@ -95,14 +97,35 @@ def check_gradients(rng):
 def test_gradients_without_backward_kernels_are_those_of_the_chunk_form(rng, monkeypatch):
     monkeypatch.setattr(vjp, "unsupported_reason", unsupported_reason)
     monkeypatch.setattr(vjp, "backward", None)
-    assert "bfloat16, got float32" in unsupported_reason(jnp.dtype(jnp.float32), SCALE)
-    assert "scale" in unsupported_reason(jnp.dtype(jnp.bfloat16), 0.0)
-    assert unsupported_reason(jnp.dtype(jnp.bfloat16), SCALE) is None
+    wide, narrow = (jax.ShapeDtypeStruct((B, T, H, keys), jnp.bfloat16) for keys in (256, 192))
+    assert "bfloat16, got float32" in unsupported_reason(jax.ShapeDtypeStruct(wide.shape, jnp.float32), SCALE)
+    assert "192 key channels, got 256" in unsupported_reason(wide, SCALE)
+    assert "scale" in unsupported_reason(narrow, 0.0)
+    assert unsupported_reason(narrow, SCALE) is None
     check_gradients(rng)
 
 
 def test_gradients_of_every_input(rng):
     check_gradients(rng)
+
+
+def test_gradients_through_the_states_of_chunks(rng):
+    """Of two chunks: what reaches the state between them comes from the second chunk and from its own cotangent."""
+    arrays = inputs(rng)
+    do, between, last = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (arrays[2], *[arrays[5]] * 2))
+    states = jnp.stack([between, last], 1)
+    run = functools.partial(vjp.kda_mosaic, scale=SCALE, states_every=CHUNK)
+    (_, final_state, got), pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays)
+    head, tail = ([x[:, part] for x in (*arrays[:5], do)] for part in (slice(CHUNK), slice(CHUNK, None)))
+    (_, middle), _ = oracle(*head[:5], arrays[5], scale=SCALE, do=head[5], dfinal_state=between)
+    (_, end), second = oracle(*tail[:5], middle, scale=SCALE, do=tail[5], dfinal_state=2 * last)
+    _, first = oracle(*head[:5], arrays[5], scale=SCALE, do=head[5], dfinal_state=between + second[5])
+    for i, want in enumerate((middle, end)):
+        assert_close(got[:, i], want, 1e-5, f"state {i}")
+    assert_close(final_state, end, 1e-5, "final_state")
+    names, gradients = ("q", "k", "v", "g", "beta", "initial_state"), pull((do, last, states))
+    for name, x, a, b in zip(names, gradients, first, second, strict=True):
+        assert_close(x, a if name == "initial_state" else np.concatenate([a, b], 1), 1e-4, name)
 
 
 def test_gradients_of_packed_sequences(rng):
@@ -128,7 +151,7 @@ def test_gradients_of_packed_sequences(rng):
 @pytest.mark.parametrize("reason", [None, "no backward kernels"])
 def test_segments_with_bounded_decay(rng, monkeypatch, reason):
     """The decay that resets a state is beyond every bound."""
-    monkeypatch.setattr(vjp, "unsupported_reason", lambda dtype, scale: reason)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: reason)
     ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
     packing = plan_segments(jnp.asarray(ids))
     *arrays, state = (x[:1] for x in inputs(rng))
@@ -225,11 +248,16 @@ def test_partitioned_over_batch_and_heads(rng, heads):
     arrays = [
         jax.device_put(x, NamedSharding(mesh(), spec)) for x, spec in zip(inputs(rng, heads=heads), SPECS, strict=True)
     ]
+
+    def run(*x):
+        return vjp.kda_mosaic(*x[:5], scale=SCALE, initial_state=x[5], states_every=CHUNK)
+
     compiled = jax.jit(run).lower(*arrays).compile()
     text = compiled.as_text()
     assert not any(collective in text for collective in COLLECTIVES)
-    o, state = compiled(*arrays)
+    o, state, states = compiled(*arrays)
     assert o.sharding.spec == HEADS or o.sharding.is_equivalent_to(NamedSharding(mesh(), HEADS), o.ndim)
     want_o, want_state = oracle(*arrays, scale=SCALE)
     assert_close(o, want_o, 1e-5, "o")
     assert_close(state, want_state, 1e-5, "final_state")
+    assert_close(states[:, 1], want_state, 1e-5, "the last chunk's state")

@@ -13,6 +13,7 @@ import kda_jax
 
 
 def with_states(case, **options):
+    options = {"implementation": "chunk"} | options
     call = functools.partial(kda_jax.kda_with_states, **options)
     return jax.jit(call)(*(case[n] for n in ARRAYS[:5]), initial_state=case["initial_state"])
 

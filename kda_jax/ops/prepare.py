@@ -50,7 +50,7 @@ def run_sequence(
     """`run` on the inputs {"q", "k", "v", "g", "beta"}, activated or raw, checked here; `options` go to it unchanged.
 
     Returns:
-      What `run` returns: o, the final state and, for the chunkwise form, the state before each chunk.
+      What `run` returns: o, the final state and, where it says so, the state after each chunk.
     """
     sizes = validate.check_inputs(arrays, SEQUENCE_DIMS)
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
@@ -61,7 +61,7 @@ def run_sequence(
     state = resolve_state(initial_state, tuple(sizes[axis] for axis in ("N", "HV", "K", "V")), tuple(arrays.values()))
     if sizes["T"] == 0 or sizes["N"] == 0:
         chunks = -(-sizes["T"] // options["chunk_size"])
-        return jnp.zeros_like(arrays["v"]), state, jnp.zeros((chunks, *state.shape), state.dtype)
+        return jnp.zeros_like(arrays["v"]), state, jnp.zeros((sizes["B"], chunks, *state.shape[1:]), state.dtype)
     packing = plan(segment_ids, cu_seqlens, sizes["T"])
     inputs = select_valid(packing, *arrays.values())
     o, *rest = run(*inputs, scale=scale, initial_state=state, packing=packing, **options)
