@@ -10,7 +10,6 @@ first says of what; a table ends the run. What does not fit the memory says so i
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,11 +127,6 @@ def random_model(config: HybridConfig) -> HybridLM:
     )
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
     return nnx.merge(graphdef, jax.tree.map(lambda like: draw(next(keys), like), params))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return 0.02 * jax.random.normal(key, shape, dtype)
 
 
 def measure(model: HybridLM, context: int, batch: int) -> Row:

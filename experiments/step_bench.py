@@ -1,11 +1,11 @@
 """Time a training step of a hybrid with three layers of KDA to one of latent attention, and say its MFU.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m experiments.step_bench [--size=1.3b|tiny] [--rows=8]
-        [--micro_batches=2] [--output=FILE.jsonl]
+        [--micro_batches=1] [--output=FILE.jsonl]
 
-A step is a whole one: loss and gradients on random tokens, AdamW on float32 weights, computing in bfloat16. Its rows
-are taken in so many micro batches one after the other, whose activations then fit without being recomputed. A line of
-JSON is one measurement and the first says of what.
+A step is a whole one: loss and gradients on random tokens, AdamW on float32 weights, computing in bfloat16. No
+activation is recomputed; where those of all rows do not fit the memory, take the rows in micro batches, one after the
+other. A line of JSON is one measurement and the first says of what.
 
 MFU is the rate of the model's operations over the device's dense bfloat16 peak. A token's operations, forward and
 backward: 6 for every weight that multiplies it (embedding and logits share one matrix, counted once), 3 H T (K + V) a
@@ -14,6 +14,7 @@ and the state, not those that the chunks add.
 """
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from kda_jax.models import HybridConfig, HybridLM
 from kda_jax.models.hybrid import parameter_counts
 
 _ROWS = flags.DEFINE_integer("rows", 8, "Sequences a step.", lower_bound=1)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 2, "In how many parts they are taken.", lower_bound=1)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 1, "In how many parts they are taken.", lower_bound=1)
 
 ROUNDS = 10
 PEAK = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12}  # dense bfloat16, operations a second
@@ -105,6 +106,7 @@ def header(settings: Settings) -> Row:
         "config": dataclasses.asdict(settings) | {"length": length, "rounds": ROUNDS},
         "model": repr(config),
         "device": jax.devices()[0].device_kind,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         **metrics.provenance(("jax", "jaxlib", "flax", "optax", "numpy")),
     }
 
@@ -144,7 +146,7 @@ class Trainer:
     """A model in training: its weights and AdamW's state, and a compiled step that replaces them."""
 
     def __init__(self, config: HybridConfig, micro_batches: int):
-        model = HybridLM(config, rngs=nnx.Rngs(0))
+        model = HybridLM(config, rngs=nnx.Rngs(0))  # under jit all layers' initialisers would compile one by one
         self.parameters, self.multiplied = parameter_counts(model)
         graph, weights = nnx.split(model)
         self.state = weights, OPTIMIZER.init(weights)
@@ -181,8 +183,10 @@ def run(settings: Settings) -> Iterator[Row]:
         return
     seconds = statistics.median(samples)
     rate = row["tokens"] / seconds * operations(config, trainer.multiplied, length)
-    peak = PEAK.get(jax.devices()[0].device_kind)
+    device = jax.devices()[0]
+    peak = PEAK.get(device.device_kind)
     yield row | {
+        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "parameters": trainer.parameters,
         "operations_a_token": operations(config, trainer.multiplied, length),
         "median_ms": 1e3 * seconds,

@@ -14,6 +14,7 @@ from pallas_kernels.backward_scan import make_backward_scan
 from pallas_kernels.config import SHARED_KEYS, STAGES, Config
 from pallas_kernels.decode import decode
 from pallas_kernels.fused import make_fused
+from pallas_kernels.grouped_product import grouped_product_mosaic
 from pallas_kernels.inputs import Problem, Raw
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.overlapped import make_overlapped
@@ -61,6 +62,7 @@ def cases() -> Iterator[Case]:
     yield from backward_cases()
     yield from decode_cases()
     yield from latent_cases()
+    yield from grouped_cases()
 
 
 def backward_cases() -> Iterator[Case]:
@@ -118,3 +120,10 @@ def latent_cases() -> Iterator[Case]:
         attend = functools.partial(latent_attention, value_channels=R, scale=1.0)
         inputs = [((B, H, C), dtype), ((B, S, C), dtype), ((B, 2), jnp.int32)]
         yield f"latents {jnp.dtype(dtype).name} {H} {C}", attend, inputs
+
+
+def grouped_cases() -> Iterator[Case]:
+    """Kimi Linear's experts at 64 and at 4096 tokens."""
+    E, D, F, dtype = 256, 2304, 1024, jnp.bfloat16
+    for M in (512, 32768):
+        yield f"grouped {M}", grouped_product_mosaic, [((M, D), dtype), ((E, D, F), dtype), ((E,), jnp.int32)]

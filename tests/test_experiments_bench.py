@@ -1,21 +1,17 @@
 """The benchmark: what its lines hold, what it refuses, and that it does not time what is wrong."""
 
-import fcntl
 import functools
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from experiments import bench, bench_tables, ceilings, clock, decoding, metrics, peers, versions
-from experiments.decoding import Step
+from experiments import bench, bench_tables, ceilings, clock, metrics, peers, versions
 from experiments.errors import ConfigError
 from experiments.peers import Peer
 from experiments.versions import Version
@@ -48,12 +44,12 @@ def raw_peer(q, k, v, x, beta):
 
 BOTH = "forward+backward"
 RAW = ("q", "k", "v", "g_sigmoid", "beta")
-versions_scan = functools.partial(api.kda, implementation="scan")
+scan = functools.partial(api.kda, implementation="scan")
 
 
 def test_lines_and_table(monkeypatch):
     """Peers are found right in their own layouts, and are what others with the same gate are compared with."""
-    own = [Version("raw scan", raw_peer, RAW, heads_first=True, peer=True), Version("scan 2", versions_scan, peer=True)]
+    own = [Version("raw scan", raw_peer, RAW, heads_first=True, peer=True), Version("scan 2", scan, peer=True)]
     table = {"absent": Peer("no_such_module", list), "needs a GPU": Peer("json", list, gpu=True)}
     monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: own)} | table)
     chosen = settings(peer_names=["all"], gates=["slow", "fast"])
@@ -83,90 +79,6 @@ def test_lines_and_table(monkeypatch):
     assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["1 x 24 x 3", "slow", "scan", "activated"]
 
 
-@pytest.mark.parametrize(("gate", "mean"), [("fast", -2.5), ("slow", -0.0772)])
-def test_inputs(gate, mean):
-    """The mean of -5 sigmoid(-4.63 + N(0, 1)) is -0.0772 by numerical integration."""
-    inputs = versions.draw((2, 2000, 2), gate, "bfloat16")
-    assert float(inputs["g"].mean()) == pytest.approx(mean, rel=0.02)
-    assert {name for name, x in inputs.items() if x.dtype == jnp.float32} == {"g", "beta"}
-    inputs = versions.draw((2, 2000, 2), gate, "float32")
-    for kind in versions.KINDS:
-        _, unit_k, _, g, beta = (versions._ACTIVATIONS.get(name, lambda x: x)(inputs[name]) for name in kind)
-        np.testing.assert_allclose(np.linalg.norm(unit_k, axis=-1), 1, rtol=1e-5)
-        np.testing.assert_allclose(g, inputs["g"], rtol=1e-4)
-        np.testing.assert_allclose(beta, inputs["beta"], rtol=1e-6)
-    for version in (Version("", None), Version("", None, RAW, heads_first=True)):
-        q, k, v, given, beta, do = versions.arguments(version, inputs)
-        assert q.shape == k.shape == v.shape == do.shape == given.shape == (*beta.shape, versions.CHANNELS)
-        assert beta.shape == ((2, 2, 2000) if version.heads_first else (2, 2000, 2))
-        want = jnp.moveaxis(inputs["g_sigmoid"], 2, 0) if version.heads_first else inputs["g"]
-        np.testing.assert_array_equal(given, want)
-
-
-def test_gradients_are_those_of_the_cotangent():
-    arrays = versions.arguments(versions.recurrence(versions.ACTIVATED), versions.draw((1, 5, 2), "slow", "float32"))
-
-    def loss(*inputs):
-        return (api.kda(*inputs, implementation="scan")[0] * arrays[-1]).sum()
-
-    want = jax.grad(loss, argnums=range(5))(*arrays[:-1])
-    got = versions.forward_backward(versions.recurrence(versions.ACTIVATED))(*arrays)[2:]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
-
-
-def test_short_programs_run_several_times_a_sample(monkeypatch):
-    """On a clock that only the programs move, by 1 ms and 30 ms a call."""
-    now = 0.0
-    turns = []
-
-    def program(ms):
-        def run():
-            nonlocal now
-            now += ms / 1e3
-            turns.append(ms)
-
-        return clock.Program(run, 0.0, 0)
-
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(clock, "SAMPLE_S", 0.0035)
-    samples = {ms: clock.warm_up(program(ms)) for ms in (1, 30)}
-    turns.clear()
-    times = clock.interleave(samples)
-    assert turns == [1, 1, 1, 1, 30] * clock.ROUNDS
-    assert times == {ms: {"median_ms": pytest.approx(ms), "min_ms": pytest.approx(ms)} for ms in (1, 30)}
-
-
-def test_a_queue(tmp_path):
-    """It waits for a run that builds; a run that comes later waits for it."""
-    clock.queue(None)()
-    path = str(tmp_path / "queue")
-    with open(path, "w") as building:
-        fcntl.flock(building, fcntl.LOCK_SH)
-        waiting = threading.Thread(target=clock.queue(path), daemon=True)
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive()
-    waiting.join(30)
-    assert not waiting.is_alive()
-    with open(path, "w") as later, pytest.raises(BlockingIOError):
-        fcntl.flock(later, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def test_a_promise_is_timed_too():
-    def errors(version):
-        program = versions.build(version, (1, 70, 3), BOTH, "float32")
-        return versions.errors(version, program, (1, 70, 3), "fast", "float32")
-
-    plain, promised, *raw = versions.ours("chunk")
-    assert (plain.name, promised.name) == ("chunk", "chunk g_min=-5")
-    found = errors(promised)
-    assert found != errors(plain)
-    assert versions.beyond_bounds(promised, found, "float32") == []
-    assert [version.kind for version in raw] == ["raw, bounded", "raw, unbounded"]
-    for version in raw:
-        assert versions.beyond_bounds(version, errors(version), "float32") == []
-
-
 def test_another_framework(monkeypatch):
     """Its arrays are its own, and it has no backward pass."""
 
@@ -178,7 +90,7 @@ def test_another_framework(monkeypatch):
             return [x for (x,) in results]
 
     def build(name, *arguments):
-        return Listed(lambda *lists: [[x] for x in versions_scan(*(x for (x,) in lists[:-1]))], 1.0, 2)
+        return Listed(lambda *lists: [[x] for x in scan(*(x for (x,) in lists[:-1]))], 1.0, 2)
 
     version = Version("other", None, passes=("forward",), build=build, peer=True)
     monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", lambda: [version])})
@@ -189,27 +101,6 @@ def test_another_framework(monkeypatch):
     timed = [row for row in rows if row["version"] == "other" and row["measurement"] == "time"]
     assert [(row["pass"], row["temporary_bytes"]) for row in timed] == [("forward", 2)]
     assert bench_tables.times(rows).splitlines()[-1].split("|")[-3].strip() == ""
-
-
-def test_decoding(monkeypatch):
-    """The plain step and a peer beside the copies; a peer that is wrong is left out."""
-
-    def late(state, *inputs):
-        return state, decoding._ours("scan")(state, *inputs)[1]
-
-    own = [Step("right", "float32", decoding._ours("scan"), peer=True), Step("wrong", "float32", late, peer=True)]
-    monkeypatch.setattr(peers, "PEERS", {"other": Peer("json", list, steps=lambda: own)})
-    monkeypatch.setattr(decoding, "STEPS", 2)
-    rows = list(bench.run(settings(peer_names=["other"], decode=["2x1"])))
-    found = {(row["version"], row["state"]): row for row in rows if row["measurement"] == "decode"}
-    ways = {(name, dtype) for name in ("copy", "scan", "default") for dtype in ("float32", "bfloat16")}
-    assert set(found) == ways | {("right", "float32")}
-    assert any("state" in row["error"] and row["version"] == "wrong" for row in rows if "error" in row)
-    for (_, dtype), row in found.items():
-        moved = 2 * 2 * 8 * 8 * (4 if dtype == "float32" else 2)
-        assert row["TB/s"] * row["median_ms"] * 1e9 == pytest.approx(moved)
-        assert row["of_copy"] == pytest.approx(found["copy", dtype]["median_ms"] / row["median_ms"])
-    assert len(bench_tables.decoding(rows).splitlines()) == 2 + 7
 
 
 def test_a_wrong_implementation_is_not_timed(monkeypatch):
@@ -224,21 +115,6 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch):
     assert [row["measurement"] for row in rows] == ["build"] * 3 + ["check"] * 2
     said = "WrongResultError: chunk, slow gates: relative RMS too large: dbeta 1.0e-03 (at most 1e-04)"
     assert said in rows[-1]["error"]
-
-
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_a_wrong_last_head_is_seen(heads_first):
-    shape = (1, 70, 3)
-
-    def wrong(*inputs):
-        o, final_state = versions_scan(*(jnp.moveaxis(x, 0, 2) if heads_first else x for x in inputs))
-        factor = jnp.array([1, 1, 1.01])
-        o = o * factor[None, None, :, None]
-        return jnp.moveaxis(o, 2, 0) if heads_first else o, final_state * factor[None, :, None, None]
-
-    version = Version("wrong", wrong, heads_first=heads_first)
-    found = versions.errors(version, versions.build(version, shape, "forward", "float32"), shape, "slow", "float32")
-    assert found == {name: pytest.approx(0.01 / 2**0.5, rel=0.5) for name in ("o", "final_state")}
 
 
 def test_a_wrong_peer_is_left_out(monkeypatch):

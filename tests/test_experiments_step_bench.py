@@ -23,6 +23,14 @@ def test_line(monkeypatch):
     assert row["losses"] == sorted(row["losses"], reverse=True)  # the same tokens again and again
 
 
+def test_header(monkeypatch):
+    """It says what is measured, and with which of XLA's flags."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some=false")
+    header = json.loads(json.dumps(step_bench.header(step_bench.parse("tiny", 4, 2))))
+    assert header["config"] == {"size": "tiny", "rows": 4, "micro_batches": 2, "length": 32, "rounds": 10}
+    assert header["xla_flags"] == "--xla_some=false"
+
+
 def test_micro_batches_take_the_same_step():
     _, config = step_bench.SIZES["tiny"]
     tokens = jax.random.randint(jax.random.key(0), (4, 9), 0, config.vocab_size)

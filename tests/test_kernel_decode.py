@@ -15,6 +15,7 @@ from reference import kda, kda_raw
 from tolerances import FORWARD, assert_close
 
 import kda_jax
+from kda_jax.layers.kda import NO_DECAY
 from kda_jax.ops.scan import kda_token
 from pallas_kernels import decode, mapping, step, support
 from pallas_kernels.step import kda_step_mosaic
@@ -79,6 +80,17 @@ def test_raw(rng, lower_bound, dtype):
     arrays, parameters = token(case), decay(case, lower_bound)
     got = emulated(negative_eigenvalues=True)(*arrays, parameters)
     check(got, want(arrays, parameters, beta_scale=2.0), dtype)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_padding_keeps_the_state(rng, lower_bound):
+    """As the layer makes it: no query, no key, no decay; bit by bit, and no output."""
+    case = make_raw(rng, B=1, T=1, H=2, HV=4, K=64, V=64, dtype="bfloat16")
+    q, k, v, g_raw, beta_raw, state = token(case)
+    inputs = jnp.zeros_like(q), jnp.zeros_like(k), v, jnp.full(g_raw.shape, NO_DECAY), beta_raw, state
+    o, new_state = emulated(negative_eigenvalues=True)(*inputs, decay(case, lower_bound))
+    np.testing.assert_array_equal(new_state, state)
+    np.testing.assert_array_equal(o, 0)
 
 
 def test_softplus_keeps_small_values():

@@ -36,7 +36,8 @@ def build(width, rng):
 @nnx.jit
 def value_and_gradients(conv, x, tail, segment_ids, cotangents):
     def loss(conv, x, tail):
-        out = conv(x, tail, segment_ids)
+        y, new_tail = conv(x, tuple(jnp.moveaxis(tail, 1, 0)), segment_ids)
+        out = y, jnp.stack(new_tail, axis=1) if new_tail else tail
         return sum(jnp.sum(a * b) for a, b in zip(out, cotangents, strict=True)), out
 
     gradients, out = nnx.grad(loss, argnums=(0, 1, 2), has_aux=True)(conv, x, tail)

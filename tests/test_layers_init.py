@@ -67,7 +67,7 @@ def test_bfloat16(mixer):
         assert value[...].dtype == (jnp.float32 if path[-1] in ("A_log", "dt_bias") else jnp.bfloat16), path
     assert y.dtype == jnp.bfloat16
     assert cache.state.dtype == jnp.float32
-    assert {tail.dtype for tail in cache.tails} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(cache.tails)} == {jnp.dtype(jnp.bfloat16)}
     tolerances.assert_close(y, want, 2e-2, "bfloat16 layer")
 
 

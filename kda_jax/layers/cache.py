@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kda_jax.layers.conv import Tail
 from kda_jax.layers.sequences import number_sequences
 from kda_jax.ops.types import SegmentIds, State, TokenMask
 
@@ -17,11 +18,11 @@ class DeltaCache:
     """Memory of a `KimiDeltaAttention`: one size, however many tokens it has seen.
 
     Attributes:
-      tails: the last W - 1 inputs of the convolutions on q, k and v, each [B, W - 1, channels].
+      tails: of the convolutions on q, k and v, the last W - 1 inputs each, as arrays [B, channels].
       state: [B, HV, K, V], float32.
     """
 
-    tails: tuple[Float[Array, "B W-1 C"], ...]
+    tails: tuple[Tail, ...]
     state: State
 
     @property

@@ -9,6 +9,9 @@ from jaxtyping import Array, Float, Int
 from kda_jax.layers.sequences import number_sequences
 from kda_jax.ops.types import SegmentIds
 
+Tail = tuple[Float[Array, "B C"], ...]
+"""The W - 1 inputs before a row's next one, oldest first: an array each, that a loop can overwrite in place."""
+
 
 class ShortConvolution(nnx.Module):
     """y_t = silu(sum_j w_j x_{t-j}) over the `width` latest tokens of the sequence, channel by channel, without bias.
@@ -43,13 +46,13 @@ class ShortConvolution(nnx.Module):
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform", in_axis=0, out_axis=())
         self.weight = nnx.Param(init(rngs.params(), (width, features), param_dtype)) if width else None
 
-    def init_tail(self, batch_size: int, dtype: DTypeLike) -> Float[Array, "B W-1 C"]:
+    def init_tail(self, batch_size: int, dtype: DTypeLike) -> Tail:
         """What precedes a sequence: W - 1 zero tokens."""
-        return jnp.zeros((batch_size, max(self.width - 1, 0), self.features), dtype)
+        return tuple(jnp.zeros((batch_size, self.features), dtype) for _ in range(self.width - 1))
 
     def __call__(
-        self, x: Float[Array, "B T C"], tail: Float[Array, "B W-1 C"], segment_ids: SegmentIds | None = None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B W-1 C"]]:
+        self, x: Float[Array, "B T C"], tail: Tail, segment_ids: SegmentIds | None = None
+    ) -> tuple[Float[Array, "B T C"], Tail]:
         """The convolved tokens, and the last W - 1 inputs of the row's last sequence for the next call.
 
         Args:
@@ -61,23 +64,26 @@ class ShortConvolution(nnx.Module):
             y = jax.nn.silu(x)
             return (y if segment_ids is None else jnp.where((segment_ids != 0)[..., None], y, 0)), tail
         x, weight = nnx.nn.dtypes.promote_dtype((x, self.weight[...]), dtype=self.dtype)
-        extended = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
+        tail_dtype = tail[0].dtype if tail else x.dtype
+        tail = tuple(token.astype(x.dtype) for token in tail)
+        extended = jnp.concatenate([*(token[:, None] for token in tail), x], axis=1)
         length = x.shape[1]
         if segment_ids is None or length <= 1:  # a single token continues the row's sequence, whatever its id
             taps = [extended[:, j : j + length] for j in range(self.width)]
-            new_tail = extended[:, length:]
+            new_tail = [extended[:, length + j] for j in range(self.width - 1)]
             if segment_ids is not None:
-                new_tail = jnp.where(jnp.any(segment_ids != 0, axis=1)[:, None, None], new_tail, tail.astype(x.dtype))
+                valid = jnp.any(segment_ids != 0, axis=1)[:, None]
+                new_tail = [jnp.where(valid, new, old) for new, old in zip(new_tail, tail, strict=True)]
         else:
             taps, new_tail = _segment_taps(extended, segment_ids, self.width)
         y = jax.nn.silu(sum(tap * w[None, None] for tap, w in zip(taps, weight, strict=True)))
         y = y if segment_ids is None else jnp.where((segment_ids != 0)[..., None], y, 0)
-        return y, new_tail.astype(tail.dtype)
+        return y, tuple(token.astype(tail_dtype) for token in new_tail)
 
 
 def _segment_taps(
     extended: Float[Array, "B W-1+T C"], segment_ids: SegmentIds, width: int
-) -> tuple[list[Float[Array, "B T C"]], Float[Array, "B W-1 C"]]:
+) -> tuple[list[Float[Array, "B T C"]], list[Float[Array, "B C"]]]:
     """For each of the `width` taps, oldest first, its token in the sequence or 0; and the new tail."""
     first = jnp.take_along_axis(segment_ids, jnp.argmax(segment_ids != 0, axis=1)[:, None], axis=1)
     owner = jnp.where(first == 0, 1, first)  # a row of nothing but padding keeps its tail
@@ -101,9 +107,10 @@ def _segment_taps(
         target = jnp.where(target == size, -1, target)
         if step < width - 1:
             kept = (end >= 0) & (_at(sequence, end) == sequence[:, -1:])
-            tail.append(jnp.where(kept[..., None], jnp.take_along_axis(extended, jnp.maximum(end, 0)[..., None], 1), 0))
+            token = jnp.take_along_axis(extended, jnp.maximum(end, 0)[..., None], 1)[:, 0]
+            tail.append(jnp.where(kept, token, 0))
             end = jnp.where(end < 0, -1, _at(before, end))
-    return taps[::-1], jnp.concatenate([extended[:, :0], *tail[::-1]], axis=1)
+    return taps[::-1], tail[::-1]
 
 
 def _at(table: Int[Array, "B S"], index: Int[Array, "B R"]) -> Int[Array, "B R"]:
