@@ -32,6 +32,9 @@ class Config:
     route: Literal["apart", "overlapped", "fused"] = "apart"
 
     def __post_init__(self) -> None:
+        for name in ("warpgroups", "stages", "pieces"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
         if self.stages not in (1, 2, 3) or self.warpgroups + self.stages > 4:  # the shared memory of a multiprocessor
@@ -42,6 +45,24 @@ class Config:
             raise ValueError(f"route must be one of {ROUTES}, got {self.route!r}")
         if self.route != "apart" and self.pieces > 1:
             raise ValueError(f"pieces must be 1 with route {self.route!r}, got {self.pieces}")
+
+    def check(self, key_channels: int, value_channels: int) -> None:
+        """Raises a ValueError where the kernels of these channels cannot be tuned so."""
+        narrow = key_channels <= SHARED_KEYS and value_channels <= 2 * VALUES
+        if self.route != "apart" and not narrow:
+            raise ValueError(
+                f"route {self.route!r} takes at most {SHARED_KEYS} key and {2 * VALUES} value channels, got "
+                f"{key_channels} and {value_channels}"
+            )
+        if self.warpgroups > 1 and (key_channels > SHARED_KEYS or value_channels % (2 * VALUES)):
+            raise ValueError(
+                f"two warpgroups take at most {SHARED_KEYS} key channels and a multiple of {2 * VALUES} value "
+                f"channels, got {key_channels} and {value_channels}"
+            )
+        if self.stages > STAGES[key_channels]:
+            raise ValueError(
+                f"stages must be at most {STAGES[key_channels]} with {key_channels} key channels, got {self.stages}"
+            )
 
 
 def default_config(sequence_heads: int, key_channels: int, value_channels: int, chunks: int) -> Config:

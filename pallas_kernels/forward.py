@@ -44,6 +44,7 @@ def forward(
     `every` a third result: the states of each row behind so many chunks each, and behind its last, [B, n, HV, K, V]
     float32.
     """
+    config.check(inputs[0].shape[3], inputs[2].shape[3])
     T = inputs[2].shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
@@ -24,7 +25,8 @@ def grouped_product_mosaic(x: jax.Array, weights: jax.Array, sizes: jax.Array) -
 
     Devices do not share the work: each has all rows and all matrices.
     """
-    return _product(*as_varying((x, weights, sizes), (x, weights, sizes)))
+    inputs = x, weights, sizes.astype(jnp.int32)
+    return _product(*as_varying(inputs, inputs))
 
 
 @jax.custom_vjp

@@ -51,7 +51,7 @@ def latent_attention(
     run = make_latent_attention(
         (B, groups, heads), (S, C), value_channels, q.dtype, parts=parts, scale=scale, interpret=interpret
     )
-    return merge(*run(window.astype(jnp.int32), q, latents))[:, :H].astype(q.dtype)
+    return merge(*run(window, q, latents))[:, :H].astype(q.dtype)
 
 
 def merge(o: jax.Array, largest: jax.Array, weight: jax.Array) -> jax.Array:

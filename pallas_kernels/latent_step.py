@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from kda_jax.ops.latents import LatentOutputs, LatentQueries, Latents, Window, attend_latents
 from pallas_kernels.latent_attention import latent_attention
@@ -18,6 +19,9 @@ def attend_latents_mosaic(
     Args:
       interpret: `plgpu.InterpretGPUParams` to emulate the kernel on a CPU.
     """
+    places = latents.shape[1]
+    window = jnp.clip(window, 0, min(places, jnp.iinfo(window.dtype).max)).astype(jnp.int32)
+    window = jnp.where(window[:, :1] < window[:, 1:], window, 0)  # steps without a place have no largest score
     return _attend(_Static(value_channels, float(scale), interpret), q, latents, window)
 
 

@@ -44,7 +44,11 @@ def over_batch_and_heads(
     """
     has_batch = [axes.startswith("b") for axes in arrays.split(", ")]
     joins = all(axes.startswith("b") for axes in results.split(", "))
-    local = functools.partial(run, static)
+
+    def local(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.enable_x64(False):  # a kernel's indices have 32 bits
+            return run(static, *inputs)
+
     here = _partitioned(local, arrays, results, value_heads_a_head) if partition else local
 
     @custom_vmap

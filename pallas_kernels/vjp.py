@@ -61,8 +61,8 @@ def kda_mosaic(
       states_every), HV, K, V] float32, the last of them after all tokens.
     """
     every, rest = divmod(states_every, CHUNK)
-    if rest:
-        raise ValueError(f"states_every must be a multiple of {CHUNK}, got {states_every}")
+    if rest or every < 0:
+        raise ValueError(f"states_every must be 0 or a multiple of {CHUNK}, got {states_every}")
     if every and packing is not None and packing.cu_seqlens is not None:
         raise ValueError(f"states_every must be 0 with cu_seqlens, got {states_every}")
     g = g.astype(jnp.float32)

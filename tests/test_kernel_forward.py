@@ -153,9 +153,25 @@ def test_supported_inputs_have_none_but_the_device():
     assert "Hopper GPU is needed" in unsupported_reason(*specs())
 
 
+@pytest.mark.parametrize(
+    ("config", "K", "V", "part"),
+    [
+        ({"route": "fused"}, 128, 256, "route 'fused' takes at most 128 key and 128 value channels, got 128 and 256"),
+        ({"route": "overlapped", "stages": 2}, 192, 128, "route 'overlapped' takes at most 128 key"),
+        ({"warpgroups": 2, "stages": 2}, 128, 192, "multiple of 128 value channels, got 128 and 192"),
+        ({"stages": 3}, 192, 128, "stages must be at most 2 with 192 key channels, got 3"),
+    ],
+)
+def test_config_is_refused_for_channels_it_cannot_tune(config, K, V, part):
+    shapes = [(1, 64, 2, K), (1, 64, 2, K), (1, 64, 2, V), (1, 64, 2, K), (1, 64, 2)]
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    with pytest.raises(ValueError, match=part):
+        jax.eval_shape(functools.partial(kda_mosaic, scale=1.0, config=Config(**config)), *arrays)
+
+
 def test_config_checks_itself():
     invalid = {"warpgroups": 3}, {"stages": 0}, {"warpgroups": 2, "stages": 3}, {"pieces": 0}
-    for bad in (*invalid, {"pieces": 2, "route": "fused"}, {"route": "both"}):
+    for bad in (*invalid, {"pieces": 2, "route": "fused"}, {"route": "both"}, {"stages": 2.0}, {"pieces": True}):
         with pytest.raises(ValueError, match="must be"):
             Config(**bad)
     assert default_config(32, 128, 128, 1024) == default_config(4, 128, 128, 128) == Config(route="overlapped")

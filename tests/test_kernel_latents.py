@@ -32,7 +32,7 @@ def oracle(q, latents, windows, R):
     o = np.zeros((*q.shape[:2], R))
     for row, (start, stop) in enumerate(windows):
         if start < stop:
-            seen = latents[row, start:stop]
+            seen = latents[row, max(start, 0) : stop]
             p = np.exp(SCALE * q[row] @ seen.T)
             o[row] = p / p.sum(1, keepdims=True) @ seen[:, :R]
     return o
@@ -51,6 +51,7 @@ def emulated(R):
         (5, 64, 16, 384, [(0, 384), (70, 131), (0, 0)], 1, "bfloat16"),
         (8, 64, 32, 256, [(0, 256), (70, 131), (255, 256)], 3, "bfloat16"),
         (40, 128, 64, 128, [(3, 100)], 2, "float16"),
+        (2, 64, 16, 128, [(3, 3), (10, 3), (100, 2**30), (-5, 20)], 1, "bfloat16"),  # empty or beyond the cache
     ],
 )
 def test_kernel(rng, monkeypatch, H, R, E, S, windows, parts, dtype):
@@ -211,6 +212,12 @@ def test_bad_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             run(*change)
+    with pytest.raises(TypeError, match="scale must be a Python number, got NoneType: None"):
+        run(q, latents, windows, scale=None)
+    with pytest.raises(TypeError, match="value_channels must be an integer, got 4"):
+        run(q, latents, windows, value_channels=4.0)
+    with pytest.raises(ValueError, match="latents must have at least one place and channel, got shape"):
+        run(q, latents[:, :0], windows)
     with pytest.raises(TypeError, match="window must have a dtype of kind integer, got float32"):
         run(q, latents, windows.astype(jnp.float32))
     with pytest.raises(ValueError, match="value_channels must be 1 to C=80, got 96"):

@@ -47,6 +47,20 @@ def test_states_lower_by_the_name_of_the_kernels(monkeypatch):
         lower_shapes(functools.partial(kda_with_states, chunk_size=32, implementation="mosaic_gpu"), shapes)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_lowers_where_numbers_have_64_bits(raw):
+    qk, gate = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), jnp.bfloat16 if raw else jnp.float32
+    arrays = [qk] * 3 + [jax.ShapeDtypeStruct(s, gate) for s in (qk.shape, qk.shape[:3])]
+
+    def loss(*x):
+        decay = Decay(jnp.zeros(2, jnp.float32), jnp.zeros((2, 64), jnp.float32))
+        o, state = kda_raw_mosaic(*x, decay, scale=1.0) if raw else kda_mosaic(*x, scale=1.0)
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    with jax.enable_x64(True):
+        assert lower(jax.value_and_grad(loss, tuple(range(5))), arrays).count("custom_call @mosaic_gpu") == 4
+
+
 @pytest.mark.parametrize(("heads", "kernels", "backward"), [(2, 3, 5), (64, 1, 3), (66, 2, 3), (96, 1, 3)])
 def test_the_public_function_lowers_partitioned(heads, kernels, backward):
     """In pieces, overlapped, apart and fused; the interpreter's tests pass the partitioning by."""

@@ -45,7 +45,8 @@ def latent_attention(
     Args:
       q: [B, H, C] queries in the channels of the latents.
       latents: [B, S, C]; the first R channels are the value.
-      window: [B, 2] integers, the start and the stop of the places that a row sees; where there are none, o is 0.
+      window: [B, 2] integers, the start and the stop of the places that a row sees, clipped to those there are; where
+        there are none, o is 0.
       value_channels: R, at most C.
       scale: of the scores.
       implementation: None for the best that is supported, a name ("mosaic_gpu", "xla") for that or an error, or a
@@ -63,8 +64,13 @@ def latent_attention(
     validate.check_array("q", q, "B H C", sizes)
     validate.check_array("latents", latents, "B S C", sizes)
     validate.check_array("window", window, "B 2", sizes, jnp.integer)
+    if 0 in latents.shape[1:]:
+        raise ValueError(f"latents must have at least one place and channel, got shape {latents.shape}")
+    if type(value_channels) is not int:
+        raise TypeError(f"value_channels must be an integer, got {value_channels!r}")
     if not 1 <= value_channels <= sizes["C"]:
         raise ValueError(f"value_channels must be 1 to C={sizes['C']}, got {value_channels}")
     names = check_names(implementation, _IMPLEMENTATIONS)
     name = first_supported(names, lambda name: _unsupported_reason(name, q, latents, value_channels))
+    scale = validate.check_scale(scale)
     return _IMPLEMENTATIONS[name](q, latents, window, value_channels=value_channels, scale=scale)

@@ -24,4 +24,4 @@ def attend_latents(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1, total)).astype(q.dtype)
     # of all channels: XLA would copy the first ones of a long cache for the product
-    return jnp.einsum("bhs,bsc->bhc", weights, latents)[..., :value_channels]
+    return jnp.einsum("bhs,bsc->bhc", weights, latents)[..., :value_channels].astype(q.dtype)

@@ -46,12 +46,13 @@ def check_decay(decay: Decay, sizes: dict[str, int]) -> None:
     check_array("decay.dt_bias", decay.dt_bias, "HV K", sizes)
 
 
-def check_scale(scale: float | None, sizes: dict[str, int]) -> float:
-    """The output's scale, K**-0.5 for None; raises unless it is a plain number."""
-    if scale is None:
+def check_scale(scale: float | None, sizes: dict[str, int] | None = None) -> float:
+    """The output's scale, K**-0.5 for None where `sizes` has K; raises unless it is a plain number."""
+    if scale is None and sizes is not None:
         return sizes["K"] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)):
-        raise TypeError(f"scale must be None or a Python number, got {type(scale).__name__}: {scale!r}")
+        expected = "a Python number" if sizes is None else "None or a Python number"
+        raise TypeError(f"scale must be {expected}, got {type(scale).__name__}: {scale!r}")
     return float(scale)
 
 
