@@ -45,7 +45,7 @@ def grouped_product(
       implementation: None for the best that is supported, a name ("mosaic_gpu", "xla") for that or an error, or a
         sequence of names. "xla" is `jax.lax.ragged_dot`, which on GPUs multiplies all rows by every matrix;
         "mosaic_gpu", on a Hopper GPU, each by its own. The latter has no derivatives in forward mode, and where arrays
-        are sharded every device computes all of it.
+        are sharded every device computes all of it. The former has no rule for vmap over x or sizes alone.
 
     Returns:
       [M, F]; sums are float32 at least.
