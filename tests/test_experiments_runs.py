@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_says_why():
         models.parse("kda,gnd")
     config = small()
     for name, value, message in (
-        ("heads", 0, "num_heads must be at least 1"),
+        ("heads", 0, "num_heads must be an integer of at least 1"),
         ("decay_init", "fast", "decay_init must be"),
     ):
         broken = config.copy_and_resolve_references()
