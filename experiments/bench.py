@@ -30,6 +30,7 @@ from experiments.commands import Row, WrongResultError, one_line, read_flags, re
 from experiments.errors import ConfigError
 from experiments.versions import Shape, Version
 
+flags.declare_key_flag("output")  # --help explains it too
 _SHAPES = flags.DEFINE_list("shapes", None, "BxTxH,...; by default 1x1024x4 on a CPU, six large ones on a GPU.")
 _GATES = flags.DEFINE_list(
     "gates", ["slow", "fast"], "Forgetting within about twenty tokens (slow) or within few (fast)."
@@ -129,15 +130,20 @@ def header(settings: Settings) -> Row:
 def run(settings: Settings, wait: Callable[[], None] = lambda: None) -> Iterator[Row]:
     """Every measurement, as it is made; what fails or is wrong says so in its line, and the rest goes on.
 
-    wait: is called between compiling and measuring.
+    wait: is called between compiling and measuring. Raises ConfigError, at the call, if --only matches nothing.
     """
-    known = []
-    if settings.shapes:
-        known += [version for name in settings.implementations for version in versions.ours(name)]
-        known += yield from _of_peers(settings.peers, peers.versions)
-    known = [version for version in known if re.search(settings.only, _label(version))]
+    own = [version for name in settings.implementations for version in versions.ours(name)]
+    failed, known = _with_peers(own, settings.peers, peers.versions) if settings.shapes else ([], [])
     known = [version for version in known if set(version.passes) & set(settings.passes)]
-    steps = [*decoding.ours(), *(yield from _of_peers(settings.peers, peers.steps))] if settings.decode else []
+    chosen = [version for version in known if re.search(settings.only, _label(version))]
+    if known and not chosen:
+        raise ConfigError(f"--only={settings.only}: matches none of: {'; '.join(map(_label, known))}")
+    return itertools.chain(failed, _run(chosen, settings, wait))
+
+
+def _run(known: Sequence[Version], settings: Settings, wait: Callable[[], None]) -> Iterator[Row]:
+    failed, steps = _with_peers(decoding.ours(), settings.peers, peers.steps) if settings.decode else ([], [])
+    yield from failed
     gpu = jax.default_backend() == "gpu"
     programs = yield from build(known, steps, settings, gpu)
     wait()
@@ -177,17 +183,18 @@ def build(
     return programs
 
 
-def _of_peers[Way: (Version, decoding.Step)](
-    names: Sequence[str], make: Callable[[str], list[Way]]
-) -> Generator[Row, None, list[Way]]:
-    """What peers offer; that one cannot be imported a line says."""
-    found = []
+def _with_peers[Way: (Version, decoding.Step)](
+    own: Sequence[Way], names: Sequence[str], make: Callable[[str], list[Way]]
+) -> tuple[list[Row], list[Way]]:
+    """Lines that say which peers cannot be imported; our own, and what the others offer."""
+    failed: list[Row] = []
+    found = list(own)
     for name in names:
         try:
             found += make(name)
         except Exception as error:
-            yield {"measurement": "check", "version": name, "peer": True, "error": one_line(error)}
-    return found
+            failed.append({"measurement": "check", "version": name, "peer": True, "error": one_line(error)})
+    return failed, found
 
 
 def _right[Way: (Version, decoding.Step)](

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from flax import nnx
 
-from experiments import metrics, tables
+from experiments import commands, metrics, tables
 from experiments.commands import SIZE, Row, one_line, read_flags, record
 from experiments.errors import ConfigError
 from kda_jax.layers import AttentionCache, DeltaCache, MLAConfig
@@ -27,6 +27,7 @@ from kda_jax.models import HybridConfig, HybridLM
 from kda_jax.models.decoding import Decoder, Decoding, Request, begin
 from kda_jax.models.hybrid import Cache, LayerCache
 
+flags.adopt_module_key_flags(commands)  # --help explains them too
 _MODELS = flags.DEFINE_list("models", ["hybrid", "full", "kda"], "Some of hybrid, full, kda.")
 _CONTEXTS = flags.DEFINE_list("contexts", None, "Tokens in the cache; by default 4096,32768,131072, for tiny 64,256.")
 _BATCH = flags.DEFINE_integer("batch", None, "Rows; by default 64, for tiny 2.", lower_bound=1)

@@ -17,7 +17,7 @@ from experiments.errors import ConfigError
 _CONFIG = config_flags.DEFINE_config_file(
     "config", help_string="FILE.py[:VARIANT], of experiments/configs.", lock_config=True
 )
-flags.mark_flag_as_required("config")
+flags.register_validator("config", lambda config: config is not None, "give --config=FILE.py")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for metrics, checkpoints, report.md and plot.png.", required=True
 )
@@ -39,7 +39,7 @@ def parse(argv: list[str]) -> list[str]:
         rest = flags.FLAGS(argv)
         _CONFIG.value.keys()  # a file that is missing shows only now
     except OSError as error:
-        sys.exit(f"error: --config: {str(error).splitlines()[-1].strip()}")
+        sys.exit(f"error: --config: {str(error).splitlines()[-1].strip()}; give --config=FILE.py")
     except flags.Error as error:
         sys.exit(f"error: {_one_line(error)}")
     except (AttributeError, KeyError) as error:

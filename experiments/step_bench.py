@@ -27,13 +27,14 @@ from absl import app, flags
 from flax import nnx
 from jaxtyping import Array, Int
 
-from experiments import metrics
+from experiments import commands, metrics
 from experiments.commands import SIZE, Row, one_line, read_flags, record
 from experiments.errors import ConfigError
 from kda_jax.layers import MLAConfig
 from kda_jax.models import HybridConfig, HybridLM
 from kda_jax.models.hybrid import parameter_counts
 
+flags.adopt_module_key_flags(commands)  # --help explains them too
 _ROWS = flags.DEFINE_integer("rows", 8, "Sequences a step.", lower_bound=1)
 _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 1, "In how many parts they are taken.", lower_bound=1)
 

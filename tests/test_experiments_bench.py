@@ -1,6 +1,8 @@
 """The benchmark: what its lines hold, what it refuses, and that it does not time what is wrong."""
 
 import functools
+import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 
 from experiments import bench, bench_tables, ceilings, clock, metrics, peers, versions
 from experiments.errors import ConfigError
@@ -177,6 +180,20 @@ def test_a_part_is_measured():
         for measurement, name in (("build", "forward"), ("build", "forward"), ("check", None), ("time", "forward"))
     ]
     assert set(rows[2]["relative_rms"]) == {"o", "final_state"}
+
+
+def test_a_part_that_is_none_is_refused():
+    """Before anything is compiled or logged."""
+    with pytest.raises(ConfigError, match=r"--only=nothing: matches none of: scan, activated$"):
+        bench.run(settings(only="nothing"))
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [("bench", "output"), *itertools.product(("step_bench", "decode_bench"), ("size", "output"))]
+)
+def test_help_explains_the_shared_flags(command, flag):
+    module = importlib.import_module(f"experiments.{command}").__name__
+    assert flag in {f.name for f in flags.FLAGS.get_key_flags_for_module(module)}
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_says_why():
         models.parse("kda,gnd")
     config = small()
     for name, value, message in (
-        ("heads", 0, "num_heads must be at least 1"),
+        ("heads", 0, "num_heads must be an integer of at least 1"),
         ("decay_init", "fast", "decay_init must be"),
     ):
         broken = config.copy_and_resolve_references()
@@ -213,8 +213,10 @@ COMMANDS = {
     "no such variant": (["--config=experiments/configs/mqar.py:tny"], "--config=...:tny: give one of published, tiny"),
     "no such file": (
         ["--config=experiments/configs/mqr.py"],
-        "--config: .*No such file or directory: .*mqr.py",
+        "--config: .*No such file or directory: .*mqr.py'; give --config=FILE.py$",
     ),
+    "config of None": (["--config=None"], "--config: .*; give --config=FILE.py$"),
+    "no config": (["--workdir=x"], "--config=None: give --config=FILE.py$"),
     "impossible value": (["--config.task.length=9"], "task.length is 9: give at least 25"),
 }
 
@@ -222,11 +224,12 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """Return code and error output of every one of COMMANDS, run side by side."""
-    start = [sys.executable, "-m", "experiments.main", "--config=experiments/configs/mqar.py:tiny"]
-    workdir = f"--workdir={tmp_path_factory.mktemp('runs')}"
+    start = [sys.executable, "-m", "experiments.main", f"--workdir={tmp_path_factory.mktemp('runs')}"]
+    config = {name: ["--config=experiments/configs/mqar.py:tiny"] for name in COMMANDS} | {"no config": []}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     children = {
-        name: subprocess.Popen([*start, workdir, *flags], cwd=ROOT, **pipes) for name, (flags, _) in COMMANDS.items()
+        name: subprocess.Popen([*start, *config[name], *flags], cwd=ROOT, **pipes)
+        for name, (flags, _) in COMMANDS.items()
     }
     return {name: (child.communicate()[1], child.returncode) for name, child in children.items()}
 

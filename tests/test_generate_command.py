@@ -57,6 +57,7 @@ def test_the_text_ends_before_the_stop_token(checkpoint, capsys):
         (["--top_p=0"], "Sampling.top_p must be in (0, 1], got 0.0"),
         (["--temperature=warm"], "--temperature: invalid float value: 'warm'"),
         (["--checkpoint=/no/such"], "--checkpoint=/no/such is not a directory"),
+        (["--max_new_tokens=0"], "--max_new_tokens must be at least 1, got 0"),
         (["--top-q=1"], "unrecognized arguments: --top-q=1"),
     ],
     ids=str,
@@ -72,12 +73,38 @@ def test_wrong_flags(checkpoint, flags, message, capsys):
     ("flags", "message"),
     [
         (["--prompt="], "error: a prompt must have at least one token"),
-        (["--max_new_tokens=0"], "error: max_new_tokens must be at least 1, got 0"),
+        (["--stop_token=256"], "error: --stop_token=256: the vocabulary has 256 tokens"),
+        (["--stop_token=1", "--stop_token=-1"], "error: --stop_token=-1: the vocabulary has 256 tokens"),
     ],
 )
 def test_wrong_requests(checkpoint, flags, message):
     with pytest.raises(SystemExit, match=message):
         generate.main([f"--checkpoint={checkpoint}", "--prompt=a", *flags])
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("text", "flaw"), [('{\n"a', "is no JSON: .* line 2"), ("[]", r"must hold an object, got \[\]")]
+)
+def test_a_broken_file_is_named(checkpoint, name, text, flaw):
+    (checkpoint / name).write_text(text)
+    with pytest.raises(SystemExit, match=f"error: .*/{name} {flaw}"):
+        generate.main([f"--checkpoint={checkpoint}", "--prompt=a"])
+
+
+def test_help_says_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        generate.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "--max_new_tokens MAX_NEW_TOKENS 64 by default",
+        "--temperature TEMPERATURE 0 is greedy, the default",
+        "--top_k TOP_K 0, the default, keeps all",
+        "--top_p TOP_P 1.0, the default, keeps all",
+        "--min_p MIN_P 0.0, the default, keeps all",
+        "--seed SEED of the random numbers, 0 by default",
+    ):
+        assert said in text
 
 
 def test_a_directory_without_a_checkpoint(tmp_path):

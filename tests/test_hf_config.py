@@ -133,6 +133,10 @@ def test_what_the_library_lacks_is_listed():
         ({"num_hidden_layers": 5}, "must name each of the layers 1 to 5, got"),
         ({"num_attention_heads": 6}, "num_attention_heads is 6, expected 3"),
         ({"linear_attn_config": None}, "linear_attn_config must be an object, got None"),
+        ({"model_type": "llama"}, "model_type is 'llama', expected 'kimi_linear'"),
+        ({"model_type": ...}, "lacks model_type"),
+        ({"num_experts": True}, "num_experts must be an integer, got True"),
+        ({"num_experts_per_token": 2.0}, "num_experts_per_token must be an integer, got 2.0"),
         ({"hidden_size": "8"}, "hidden_size must be an integer, got '8'"),
         ({"dtype": "foo"}, "dtype must be a floating one, got 'foo'"),
         ({"quantization_config": {"format": "int-quantized"}}, "format must be 'mxfp4-pack-quantized', got 'int-q"),
@@ -141,6 +145,12 @@ def test_what_the_library_lacks_is_listed():
 def test_bad_documents(changes, message):
     there = {key: value for key, value in (document("kimi_linear_tiny") | changes).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
+        hf_config.from_json(there)
+
+
+def test_another_model_of_k3s_form():
+    there = document("kimi_k3_tiny") | {"model_type": "llava"}
+    with pytest.raises(ValueError, match="model_type is 'llava', expected 'kimi_k3'"):
         hf_config.from_json(there)
 
 

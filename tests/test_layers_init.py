@@ -122,8 +122,9 @@ def test_parameters_are_as_published(rng):
         ({"lower_bound": -6.0}, r"MixerConfig.lower_bound must be .* got -6.0"),
         ({"lower_bound": -1.0, "decay": None}, "needs a decay"),
         ({"write": "dt"}, 'write="dt" needs decay="head"'),
-        ({"conv_width": -1}, "conv_width must be at least 0, got -1"),
-        ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
+        ({"conv_width": -1}, "conv_width must be an integer of at least 0, got -1"),
+        ({"conv_width": None}, "MixerConfig.conv_width must be an integer of at least 0, got None"),
+        ({"value_dim": 0}, "value_dim must be an integer of at least 1, got 0"),
         ({"chunk_size": 0}, "chunk_size must be a power of two, got 0"),
     ],
 )
@@ -142,7 +143,9 @@ def test_mixer_config_errors(changes, message):
         (lambda r: Attention(8, 4, 4, num_kv_heads=3, rngs=r), "num_kv_heads=3"),
         (lambda r: Attention(8, 4, 3, rope_theta=1e4, rngs=r), "even head_dim, got head_dim=3"),
         (lambda r: LatentAttention(0, 4, rngs=r), "in_features=0"),
-        (lambda r: MLAConfig(latent_dim=0), "latent_dim must be at least 1, got 0"),
+        (lambda r: Attention(8, 4, 4, implementation="foo", rngs=r), "implementation must be None, .* got 'foo'"),
+        (lambda r: LatentAttention(8, 4, implementation="foo", rngs=r), "implementation must be None, .* got 'foo'"),
+        (lambda r: MLAConfig(latent_dim=0), "latent_dim must be an integer of at least 1, got 0"),
         (lambda r: MLAConfig(key_dim=4, shared_dim=2, value_dim=7), "value_dim must be at most"),
     ],
 )

@@ -44,8 +44,10 @@ def test_latents_near_epsilon(name, rng):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latent_dim": 0}, "latent_dim must be at least 1, got 0"),
-        ({"query_rank": 0}, "query_rank must be at least 1, got 0"),
+        ({"latent_dim": 0}, "latent_dim must be an integer of at least 1, got 0"),
+        ({"latent_dim": 8.0}, "MLAConfig.latent_dim must be an integer of at least 1, got 8.0"),
+        ({"latent_dim": None}, "latent_dim must be an integer of at least 1, got None"),
+        ({"query_rank": 0}, "query_rank must be an integer of at least 1, got 0"),
         ({"value_dim": 7}, "value_dim must be at most key_dim \\+ shared_dim"),
     ],
 )

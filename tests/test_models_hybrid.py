@@ -162,11 +162,13 @@ def test_layers_repeat_the_pattern():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-        ({"width": -4}, "width must be at least 1, got -4"),
-        ({"num_heads": None}, "num_heads must be at least 1, got None"),
-        ({"mlp_width": 0}, "mlp_width must be at least 1, got 0"),
-        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be an integer of at least 1, got 0"),
+        ({"width": -4}, "width must be an integer of at least 1, got -4"),
+        ({"num_heads": None}, "num_heads must be an integer of at least 1, got None"),
+        ({"width": 32.0}, "HybridConfig.width must be an integer of at least 1, got 32.0"),
+        ({"num_layers": True}, "num_layers must be an integer of at least 1, got True"),
+        ({"mlp_width": 0}, "mlp_width must be an integer of at least 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
         ({"pattern": ()}, r"pattern must be a sequence of layer kinds, got \(\)"),
         ({"pattern": "kda"}, "pattern must be a sequence of layer kinds, got 'kda'"),
         ({"pattern": ("kda", "mlp")}, "unknown layer kind 'mlp'; the kinds are kda, "),

@@ -216,10 +216,12 @@ def test_shard_map(rng):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"num_experts": None}, "num_experts must be at least 1, got None"),
-        ({"shared_experts": -1}, "shared_experts must be at least 0, got -1"),
-        ({"latent_dim": 0}, "latent_dim must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"num_experts": None}, "num_experts must be an integer of at least 1, got None"),
+        ({"num_experts": 4.0}, "MoEConfig.num_experts must be an integer of at least 1, got 4.0"),
+        ({"num_experts": "4"}, "num_experts must be an integer of at least 1, got '4'"),
+        ({"shared_experts": -1}, "shared_experts must be an integer of at least 0, got -1"),
+        ({"latent_dim": 0}, "latent_dim must be an integer of at least 1, got 0"),
         ({"num_groups": 4}, "num_groups must divide self.num_experts=6, got 4"),
         ({"num_groups": 2, "top_groups": 3}, "top_groups must be at most self.num_groups=2, got 3"),
         ({"num_groups": 3, "top_groups": 1, "top_k": 3}, "top_k must be at most the 2 experts in reach, got 3"),
@@ -237,7 +239,7 @@ def test_call_errors(rng):
 
 
 def test_model_config_errors():
-    with pytest.raises(ValueError, match="dense_layers must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="dense_layers must be an integer of at least 0, got -1"):
         HybridConfig(vocab_size=7, width=8, num_heads=2, head_dim=4, pattern=("kda",), moe=BASE, dense_layers=-1)
     with pytest.raises(ValueError, match=r"must be above 0, got SiTU\(beta=0, linear_beta=25\.0\)"):
         SiTU(beta=0)

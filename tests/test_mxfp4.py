@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kda_jax.models import mxfp4
+from kda_jax.models.hf_tensors import Entry
 
 LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -35,8 +36,8 @@ def test_pack_is_exact(rng):
     packed[:16] = np.arange(16, dtype=np.uint8)[:, None] * 17
     packed[16] = 0x80
     packed[17:24] &= 0x33
-    scale = rng.integers(254, size=(40, 1), dtype=np.uint8)
-    scale[:5, 0] = np.arange(5)
+    scale = rng.integers(253, size=(40, 1), dtype=np.uint8)
+    scale[:6, 0] = (0, 1, 2, 3, 4, 252)
     weights = mxfp4.unpack(packed, scale)
     again = mxfp4.unpack(*mxfp4.pack(weights))
     np.testing.assert_array_equal(weights.view(np.uint16), again.view(np.uint16))
@@ -67,9 +68,34 @@ def test_levels():
 
 
 def test_a_scale_of_255_is_nan():
-    """In its own block alone; and there is nothing to pack."""
+    """In its own block alone; packed again it is one, though its codes are lost. NaN beside numbers is refused."""
     weights = mxfp4.unpack(np.full((1, 48), 0x21, np.uint8), np.array([[127, 255, 126]], np.uint8))
     np.testing.assert_array_equal(np.isnan(weights.astype(float)).reshape(3, 32).all(1), [False, True, False])
     assert np.isnan(weights.astype(float)).sum() == 32
+    packed, scale = mxfp4.pack(weights)
+    assert scale[0, 1] == 255
+    assert not packed[0, 16:32].any()
+    np.testing.assert_array_equal(mxfp4.unpack(packed, scale).astype(float), weights.astype(float))
+    weights[0, 0] = np.nan
     with pytest.raises(ValueError, match="no MXFP4 numbers"):
         mxfp4.pack(weights)
+
+
+@pytest.mark.parametrize("scale", [253, 254])
+def test_a_scale_beyond_bfloat16_is_refused(scale):
+    with pytest.raises(ValueError, match=f"scale must be at most 252, or 255 for NaN, got {scale}"):
+        mxfp4.unpack(np.full((1, 16), 0x77, np.uint8), np.array([[scale]], np.uint8))
+
+
+def test_a_broken_tensor_of_a_checkpoint_is_named():
+    dtype, name = np.dtype(jnp.bfloat16), "experts.{expert}.w1"
+    entry = Entry(("w1",), (1, 32, 1), dtype, name, ((1, 32),), transposed=True, packed=True)
+    tensors = {"experts.0.w1_packed": np.zeros((1, 16), np.uint8), "experts.0.w1_scale": np.full((1, 1), 254, np.uint8)}
+    with pytest.raises(ValueError, match=r"^experts\.0\.w1_scale: scale must be at most 252"):
+        entry.decode(tensors.__getitem__, (slice(None),) * 3)
+
+
+def test_no_rows():
+    packed, scale = mxfp4.pack(np.zeros((2, 0, 64), jnp.bfloat16))
+    assert (packed.shape, scale.shape) == ((2, 0, 32), (2, 0, 2))
+    assert mxfp4.unpack(packed, scale).shape == (2, 0, 64)

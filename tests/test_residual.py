@@ -93,5 +93,5 @@ def test_remat_changes_nothing(rng):
 
 
 def test_config_error():
-    with pytest.raises(ValueError, match="residual_block must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="residual_block must be an integer of at least 1, got 0"):
         dataclasses.replace(CONFIG, residual_block=0)

@@ -162,6 +162,7 @@ def test_config_errors():
         ("max_checkpoints", -1, 0),
         ("capacity", 32.0, 1),
         ("num_slots", "3", 1),
+        ("burst", True, 1),
     ):
         with pytest.raises(
             ValueError, match=f"SchedulerConfig.{name} must be an integer of at least {least}, got {value!r}"

@@ -1,7 +1,7 @@
 """Causal softmax attention over all earlier tokens, and the piece of it that MLA shares."""
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,12 @@ from kda_jax.ops.types import SegmentIds, state_dtype
 
 AttentionImplementation = Literal["xla", "cudnn"]
 """Of `jax.nn.dot_product_attention`."""
+
+
+def check_implementation(implementation: AttentionImplementation | None) -> None:
+    """Raises ValueError for a name that `jax.nn.dot_product_attention` does not have."""
+    if implementation not in (None, *get_args(AttentionImplementation)):
+        raise ValueError(f'implementation must be None, "xla" or "cudnn", got {implementation!r}')
 
 
 def attend(
@@ -63,7 +69,8 @@ class Attention(nnx.Module):
       implementation: of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
 
     Raises:
-      ValueError: for sizes that are not positive or do not divide, or an odd head_dim with positions.
+      ValueError: for sizes that are not positive or do not divide, an odd head_dim with positions, or another
+        implementation.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class Attention(nnx.Module):
                 "in_features, num_heads, head_dim and num_kv_heads must be positive and num_kv_heads divide num_heads, "
                 f"got {in_features=}, {num_heads=}, {head_dim=}, {num_kv_heads=}"
             )
+        check_implementation(implementation)
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"rope_theta needs an even head_dim, got {head_dim=}")
         self.in_features, self.num_heads, self.num_kv_heads, self.head_dim = in_features, num_heads, kv_heads, head_dim

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kda_jax.layers.sizes import check_sizes
 from kda_jax.ops.gates import check_lower_bound
 from kda_jax.ops.validate import check_chunking
 
@@ -70,10 +71,7 @@ class MixerConfig:
             )
         if self.decay is None and self.lower_bound is not None:
             raise ValueError(f"MixerConfig.lower_bound needs a decay, got {self.lower_bound=} with decay=None")
-        for name, least in {"conv_width": 0, "value_dim": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"MixerConfig.{name} must be at least {least}, got {value}")
+        check_sizes(self, {"conv_width": 0, "value_dim": 1}, optional=("value_dim",))
 
     @property
     def is_kda(self) -> bool:

@@ -9,9 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kda_jax.layers.attention import AttentionImplementation, attend, settle
+from kda_jax.layers.attention import AttentionImplementation, attend, check_implementation, settle
 from kda_jax.layers.cache import AttentionCache, append, init_attention_cache, locate, window
 from kda_jax.layers.inputs import check_inputs, no_tokens, zero_padding
+from kda_jax.layers.sizes import check_sizes
 from kda_jax.ops.latent_attention import latent_attention
 from kda_jax.ops.types import SegmentIds
 
@@ -29,7 +30,7 @@ class MLAConfig:
       output_gate: multiply the output by sigmoid(g_proj x), as Kimi K3.
 
     Raises:
-      ValueError: for a size that is not positive, or a value wider than the whole key.
+      ValueError: for a size that is no positive integer, or a value wider than the whole key.
     """
 
     latent_dim: int = 512
@@ -40,10 +41,8 @@ class MLAConfig:
     output_gate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("latent_dim", "key_dim", "shared_dim", "value_dim", "query_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"MLAConfig.{name} must be at least 1, got {value}")
+        sizes = ("latent_dim", "key_dim", "shared_dim", "value_dim", "query_rank")
+        check_sizes(self, dict.fromkeys(sizes, 1), optional=("query_rank",))
         if self.value_dim > self.key_dim + self.shared_dim:
             raise ValueError(f"MLAConfig.value_dim must be at most key_dim + shared_dim, got {self}")
 
@@ -72,7 +71,7 @@ class LatentAttention(nnx.Module):
         of its own where that is supported (see `latent_attention`), unless this is "xla".
 
     Raises:
-      ValueError: for sizes that are not positive.
+      ValueError: for sizes that are not positive, or another implementation.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class LatentAttention(nnx.Module):
     ):
         if min(in_features, num_heads) < 1:
             raise ValueError(f"in_features and num_heads must be at least 1, got {in_features=}, {num_heads=}")
+        check_implementation(implementation)
         self.in_features, self.num_heads, self.config = in_features, num_heads, config
         self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
         self.scale = (config.key_dim + config.shared_dim) ** -0.5

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kda_jax.layers.inputs import check_inputs, zero_padding
 from kda_jax.layers.mlp import Activation, GatedMLP, swiglu
 from kda_jax.layers.norm import EPSILON
+from kda_jax.layers.sizes import check_sizes
 from kda_jax.ops.grouped_product import grouped_product
 from kda_jax.ops.types import SegmentIds, state_dtype
 
@@ -50,10 +51,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         least = {"num_experts": 1, "top_k": 1, "expert_width": 1, "shared_experts": 0, "num_groups": 1, "top_groups": 1}
-        for name, smallest in {**least, "latent_dim": 1}.items():
-            value = getattr(self, name)
-            if (value is None and name in least) or (value is not None and value < smallest):
-                raise ValueError(f"MoEConfig.{name} must be at least {smallest}, got {value}")
+        check_sizes(self, {**least, "latent_dim": 1}, optional=("latent_dim",))
         if self.num_experts % self.num_groups:
             raise ValueError(f"MoEConfig.num_groups must divide {self.num_experts=}, got {self.num_groups}")
         if self.top_groups > self.num_groups:

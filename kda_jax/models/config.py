@@ -10,6 +10,7 @@ from kda_jax.layers.mixer import MIXERS, MixerConfig
 from kda_jax.layers.mla import MLAConfig
 from kda_jax.layers.mlp import SiTU
 from kda_jax.layers.moe import MoEConfig
+from kda_jax.layers.sizes import check_sizes
 
 KINDS = (*MIXERS, "attention", "mla")
 """What a layer of the pattern may be: a mixer of `kda_jax.layers.MIXERS`, full attention, or latent attention."""
@@ -69,12 +70,8 @@ class HybridConfig:
 
     def __post_init__(self) -> None:
         required = ("vocab_size", "width", "num_heads", "head_dim")
-        for name in (*required, "num_layers", "num_value_heads", "mlp_width", "residual_block"):
-            value = getattr(self, name)
-            if (value is None and name in required) or (value is not None and value < 1):
-                raise ValueError(f"HybridConfig.{name} must be at least 1, got {value}")
-        if self.dense_layers < 0:
-            raise ValueError(f"HybridConfig.dense_layers must be at least 0, got {self.dense_layers}")
+        optional = ("num_layers", "num_value_heads", "mlp_width", "residual_block")
+        check_sizes(self, {**dict.fromkeys(required + optional, 1), "dense_layers": 0}, optional)
         if not self.pattern or isinstance(self.pattern, str):
             raise ValueError(f"HybridConfig.pattern must be a sequence of layer kinds, got {self.pattern!r}")
         object.__setattr__(self, "pattern", tuple(self.pattern))

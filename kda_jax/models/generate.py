@@ -9,7 +9,6 @@ The checkpoint's `tokenizer.json` is used if there is one, bytes otherwise; its 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxtyping import Int
 
 from kda_jax.models import hf
 from kda_jax.models.decoding import NOTHING, Decoder, Decoding, Request, begin, pieces
+from kda_jax.models.hf_files import read_object
 from kda_jax.models.hybrid import HybridLM
 from kda_jax.models.sampling import GREEDY, Sampling
 from kda_jax.models.tokenizer import decode_stream, load_tokenizer
@@ -94,7 +94,7 @@ def end_tokens(directory: Path) -> list[int]:
     """The end-of-sequence tokens that a checkpoint's generation_config.json or else config.json names."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found = read_object(path).get("eos_token_id") if path.exists() else None
         if found is not None:
             return [found] if isinstance(found, int) else list(found)
     return []
@@ -107,16 +107,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", required=True, help="of config.json and safetensors")
     parser.add_argument("--prompt", action="append", metavar="TEXT", required=True, help="give it again for a batch")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="%(default)s by default")
     parser.add_argument("--temperature", type=float, default=GREEDY.temperature, help="0 is greedy, the default")
-    parser.add_argument("--top_k", type=int, default=GREEDY.top_k, help="0 keeps all")
-    parser.add_argument("--top_p", type=float, default=GREEDY.top_p)
-    parser.add_argument("--min_p", type=float, default=GREEDY.min_p)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--top_k", type=int, default=GREEDY.top_k, help="0, the default, keeps all")
+    parser.add_argument("--top_p", type=float, default=GREEDY.top_p, help="%(default)s, the default, keeps all")
+    parser.add_argument("--min_p", type=float, default=GREEDY.min_p, help="%(default)s, the default, keeps all")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers, %(default)s by default")
     parser.add_argument("--stop_token", type=int, metavar="ID", action="append", help="by default the checkpoint's own")
     arguments = parser.parse_args(argv)
     if not arguments.checkpoint.is_dir():
         parser.error(f"--checkpoint={arguments.checkpoint} is not a directory")
+    if arguments.max_new_tokens < 1:
+        parser.error(f"--max_new_tokens must be at least 1, got {arguments.max_new_tokens}")
     try:
         arguments.sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
     except ValueError as error:
@@ -134,7 +136,10 @@ def main(argv: Sequence[str]) -> None:
             Request(tokenizer.encode(text), arguments.max_new_tokens, arguments.sampling, stop, arguments.seed)
             for text in arguments.prompt
         ]
-        _, model = hf.load(arguments.checkpoint)
+        config, model = hf.load(arguments.checkpoint)
+        for token in arguments.stop_token or ():
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"--stop_token={token}: the vocabulary has {config.vocab_size} tokens, from 0")
         bursts = stream(model, requests)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(f"error: {error}")

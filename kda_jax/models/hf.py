@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from kda_jax.models import hf_config
 from kda_jax.models.config import HybridConfig
-from kda_jax.models.hf_files import INDEX, Files
+from kda_jax.models.hf_files import INDEX, Files, read_object
 from kda_jax.models.hf_tensors import Entry, Tensor, entries
 from kda_jax.models.hybrid import HybridLM
 from kda_jax.models.sharding import Shard
@@ -40,11 +40,11 @@ def load(
 
     Raises:
       FileNotFoundError: without config.json or safetensors files.
-      ValueError: for a config.json with values that this library does not have, listing them.
+      ValueError: for a config.json that is none, or with values that this library does not have, listing them.
       CheckpointError: listing every tensor that is missing, superfluous, of a wrong shape or dtype, or truncated.
     """
     directory = Path(directory)
-    document = json.loads((directory / CONFIG).read_text())
+    document = read_object(directory / CONFIG)
     files = Files.of(directory)
     config = hf_config.from_json(document, files.dtype)
     if dtype is not None:

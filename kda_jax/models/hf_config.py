@@ -28,6 +28,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+EXPERT_SIZES = ("num_experts", "num_experts_per_token", "moe_intermediate_size")  # null in a dense model
 NEEDED = (*SIZES, "hidden_act", "linear_attn_config")
 
 
@@ -120,9 +121,11 @@ def _check_kinds(document: Any) -> None:
     text = document.get("text_config", document)
     _check_object("text_config", text)
     _check_object("linear_attn_config", text.get("linear_attn_config", {}))
-    for key in SIZES:
-        if key in text and type(text[key]) is not int:
-            raise ValueError(f"{key} must be an integer, got {text[key]!r}")
+    sizes = {key: text[key] for key in SIZES if key in text}
+    sizes |= {key: text[key] for key in EXPERT_SIZES if text.get(key) is not None}
+    for key, value in sizes.items():
+        if type(value) is not int:
+            raise ValueError(f"{key} must be an integer, got {value!r}")
     for name in {str(part[key]) for part in (text, document) for key in ("dtype", "torch_dtype") if part.get(key)}:
         if not hasattr(jnp, name) or not jnp.issubdtype(getattr(jnp, name), jnp.floating):
             raise ValueError(f"dtype must be a floating one, got {name!r}")
@@ -131,7 +134,8 @@ def _check_kinds(document: Any) -> None:
 def _read(document: Document, dtype: DTypeLike) -> HybridConfig:
     """The config by the document's own keys, without the check of what it does not read."""
     text = _text(document)
-    missing = [key for key in NEEDED if key not in text]
+    missing = [] if "model_type" in document else ["model_type"]
+    missing += [key for key in NEEDED if key not in text]
     linear = text.get("linear_attn_config", {})
     missing += [
         f"linear_attn_config.{key}"
@@ -225,6 +229,8 @@ def _write(config: HybridConfig) -> Document:
     hf_fields.linear(config).set(linear)
     for part in (document, text):
         hf_fields.Fields(implied={"dtype": dtype, "torch_dtype": dtype}).set(part)
+    if text is not document:
+        hf_fields.Fields(implied={"model_type": "kimi_k3"}).set(document)
     if config.moe is None or config.moe.storage is None:
         document.pop("quantization_config", None)
         text.pop("quantization_config", None)

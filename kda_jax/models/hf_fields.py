@@ -73,6 +73,7 @@ def text(config: HybridConfig) -> Fields:
         "attn_res_block_size": (config.residual_block or 0, 0),
     }
     implied = {
+        "model_type": "kimi_linear",
         "mla_use_nope": True,
         "rope_scaling": None,
         "sliding_window": None,

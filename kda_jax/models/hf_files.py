@@ -25,6 +25,17 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what reading JSON of another form gives
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; raises ValueError, naming the file, if it holds none."""
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} must hold an object, got {document!r}")
+    return document
+
+
 class CheckpointError(ValueError):
     """A checkpoint that does not hold the model: lists every tensor that is wrong."""
 

@@ -141,9 +141,16 @@ class Entry:
 
     def _parameter(self, read: Read, name: str, shape: Shape) -> np.ndarray:
         """The parameter (of one expert) as a view of its tensor; unpacked, if it is packed."""
-        x = mxfp4.unpack(read(f"{name}_packed"), read(f"{name}_scale")) if self.packed else read(name)
+        x = _unpacked(read, name) if self.packed else read(name)
         x = x.reshape(-1)[: math.prod(shape)]
         return x.reshape(shape[::-1]).T if self.transposed else x.reshape(shape)
+
+
+def _unpacked(read: Read, name: str) -> np.ndarray:
+    try:
+        return mxfp4.unpack(read(f"{name}_packed"), read(f"{name}_scale"))
+    except ValueError as error:
+        raise ValueError(f"{name}_scale: {error}") from error
 
 
 def entries(config: HybridConfig, model: HybridLM) -> list[Entry]:

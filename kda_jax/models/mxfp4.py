@@ -7,6 +7,7 @@ BLOCK = 32
 LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)  # E2M1; bit 3 of a code is the sign
 CODES = np.concatenate([LEVELS, -LEVELS])
 BIAS = 127  # of the scale's exponent
+LARGEST_SCALE = 252  # the last with which 4 and 6 are finite in float32 and bfloat16
 NOT_A_NUMBER = 255  # the scale of a block of NaN
 
 
@@ -18,18 +19,22 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
       scale: [..., columns / 32] uint8.
 
     Raises:
-      ValueError: for shapes that do not belong together.
+      ValueError: for shapes that do not belong together, or a scale of 253 or 254, which no finite weights need.
     """
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * BLOCK:
         raise ValueError(f"packed {packed.shape} needs one scale for 16 bytes, got {scale.shape}")
+    if (beyond := scale[(scale > LARGEST_SCALE) & (scale != NOT_A_NUMBER)]).size:
+        raise ValueError(f"scale must be at most {LARGEST_SCALE}, or {NOT_A_NUMBER} for NaN, got {beyond[0]}")
     values = CODES[np.stack([packed & 15, packed >> 4], axis=-1)]
     blocks = np.where((scale == NOT_A_NUMBER)[..., None], np.float32(np.nan), values.reshape(*scale.shape, BLOCK))
     weights = np.ldexp(blocks, scale.astype(np.int32)[..., None] - BIAS)
-    return weights.reshape(*packed.shape[:-1], -1).astype(jnp.bfloat16)
+    return weights.reshape(*packed.shape[:-1], 2 * packed.shape[-1]).astype(jnp.bfloat16)
 
 
 def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(packed, scale) whose `unpack` is exactly `weights`, signs of zeros included.
+
+    A block of NaN gets the scale 255 and codes of 0: those that it was unpacked from are lost.
 
     Args:
       weights: [..., columns], columns a multiple of 32.
@@ -39,7 +44,9 @@ def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     if weights.shape[-1] % BLOCK:
         raise ValueError(f"MXFP4 needs a multiple of {BLOCK} columns, got {weights.shape}")
-    blocks = weights.astype(np.float32).reshape(*weights.shape[:-1], -1, BLOCK)
+    blocks = weights.astype(np.float32).reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK, BLOCK)
+    nothing = np.isnan(blocks).all(axis=-1)
+    blocks = np.where(nothing[..., None], np.float32(0), blocks)
     largest = np.max(np.abs(blocks), axis=-1)
     # 4 <= largest / 2^exponent < 8: if any scale represents the block, this one does.
     exponent = np.maximum(np.frexp(largest)[1] - 3, -BIAS)
@@ -47,5 +54,6 @@ def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     code = np.searchsorted(LEVELS, np.abs(scaled)).clip(max=len(LEVELS) - 1)
     if not np.array_equal(LEVELS[code], np.abs(scaled)):
         raise ValueError("these weights are no MXFP4 numbers")
-    code = np.where(np.signbit(blocks), code + 8, code).astype(np.uint8).reshape(*weights.shape[:-1], -1)
-    return code[..., ::2] | code[..., 1::2] << 4, (exponent + BIAS).astype(np.uint8)
+    code = np.where(np.signbit(blocks), code + 8, code).astype(np.uint8).reshape(weights.shape)
+    scale = np.where(nothing, NOT_A_NUMBER, exponent + BIAS).astype(np.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4, scale

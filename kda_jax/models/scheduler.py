@@ -8,12 +8,12 @@ while scheduler.pending:
 """
 
 import dataclasses
-import numbers
 from collections import deque
 from collections.abc import Sequence
 
 import jax
 
+from kda_jax.layers.sizes import check_sizes
 from kda_jax.models.decoding import NOTHING, Decoder, Piece, Request, begin, pieces
 from kda_jax.models.hybrid import Cache, HybridLM
 from kda_jax.models.pool import PrefixCache, checkpoint, empty_pool, join, leave, resume
@@ -45,11 +45,8 @@ class SchedulerConfig:
     max_stop_tokens: int = 4
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            least = 0 if field.name in ("max_checkpoints", "max_stop_tokens") else 1
-            value = getattr(self, field.name)
-            if not isinstance(value, numbers.Integral) or value < least:
-                raise ValueError(f"SchedulerConfig.{field.name} must be an integer of at least {least}, got {value!r}")
+        least = {field.name: 1 for field in dataclasses.fields(self)}
+        check_sizes(self, least | {"max_checkpoints": 0, "max_stop_tokens": 0})
 
 
 @dataclasses.dataclass(frozen=True)
