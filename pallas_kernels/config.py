@@ -13,6 +13,7 @@ LEAST_BLOCKS = 80  # on a full chip, for one kernel: its blocks take a chunk 6 u
 LEAST_PIECES = 8  # a split costs a second scan, with states of K more columns
 LEAST_CHUNKS = 32  # of a piece
 SCAN_BLOCKS = 64  # at most, of a scan that waits for `prepare` on the same chip
+OVERLAPPED_CHUNKS = 8  # at least: fewer leave little to overlap
 OVERLAPPED_VALUES = 128  # at most: with more channels a block of `prepare` fills a multiprocessor
 
 
@@ -80,5 +81,5 @@ def default_config(sequence_heads: int, key_channels: int, value_channels: int, 
     pieces = min(MULTIPROCESSORS // blocks, chunks // LEAST_CHUNKS)
     if pieces >= LEAST_PIECES:
         return Config(stages=stages, pieces=pieces)
-    overlapped = narrow and blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES
+    overlapped = narrow and blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES and chunks >= OVERLAPPED_CHUNKS
     return Config(stages=stages, route="overlapped" if overlapped else "apart")

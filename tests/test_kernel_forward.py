@@ -176,6 +176,7 @@ def test_config_checks_itself():
             Config(**bad)
     assert default_config(32, 128, 128, 1024) == default_config(4, 128, 128, 128) == Config(route="overlapped")
     assert default_config(33, 128, 128, 1024) == default_config(16, 128, 256, 128) == Config(warpgroups=1, stages=3)
+    assert default_config(4, 128, 128, 7) == Config()
     assert default_config(256, 128, 128, 64) == Config(warpgroups=2, stages=2, route="fused")
     assert default_config(256, 128, 64, 64) == Config(route="fused")
     assert default_config(96, 128, 256, 64) == default_config(140, 128, 128, 64) == Config(warpgroups=2, stages=2)
