@@ -81,5 +81,6 @@ def default_config(sequence_heads: int, key_channels: int, value_channels: int, 
     pieces = min(MULTIPROCESSORS // blocks, chunks // LEAST_CHUNKS)
     if pieces >= LEAST_PIECES:
         return Config(stages=stages, pieces=pieces)
-    overlapped = narrow and blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES and chunks >= OVERLAPPED_CHUNKS
+    small = narrow and blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES
+    overlapped = small and chunks >= OVERLAPPED_CHUNKS
     return Config(stages=stages, route="overlapped" if overlapped else "apart")
