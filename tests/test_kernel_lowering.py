@@ -49,7 +49,7 @@ def test_states_lower_by_the_name_of_the_kernels(monkeypatch):
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_lowers_where_numbers_have_64_bits(raw):
-    qk, gate = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), jnp.bfloat16 if raw else jnp.float32
+    qk, gate = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16), jnp.bfloat16 if raw else jnp.float32
     arrays = [qk] * 3 + [jax.ShapeDtypeStruct(s, gate) for s in (qk.shape, qk.shape[:3])]
 
     def loss(*x):
