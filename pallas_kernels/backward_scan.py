@@ -136,11 +136,7 @@ def make_backward_scan(
                 if warpgroups > 1:
                     plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-                def fetch(n: jax.Array, s: jax.Array) -> jax.Array:
-                    @pl.when(n >= STAGES)
-                    def _() -> None:
-                        plgpu.barrier_wait(free.at[s])
-
+                def fetch(n: jax.Array, s: jax.Array) -> None:
                     chunk = place(n)
                     rows = pl.ds(chunk * CHUNK, CHUNK)
                     for source, target in inputs:
@@ -150,14 +146,8 @@ def make_backward_scan(
                         source = values.at[b, rows, h, columns] if reverse else values.at[head, rows, columns]
                         plgpu.copy_gmem_to_smem(source, values_in.at[s, i], full.at[s])
                     plgpu.copy_gmem_to_smem(total.at[head, chunk], totals.at[s], full.at[s])
-                    return jnp.where(s == STAGES - 1, 0, s + 1)
 
-                lax.fori_loop(0, length, fetch, jnp.int32(0))
-
-                def see(n: jax.Array, _: None) -> None:  # so that no arrival is left unseen
-                    plgpu.barrier_wait(free.at[lax.rem(n, STAGES)])
-
-                lax.fori_loop(jnp.maximum(length - STAGES, 0), length, see, None)
+                memory.load_ahead(length, free, fetch, STAGES)
 
             @pl.when(wg < warpgroups)
             def consume() -> None:

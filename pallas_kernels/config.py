@@ -14,7 +14,7 @@ LEAST_PIECES = 8  # a split costs a second scan, with states of K more columns
 LEAST_CHUNKS = 32  # of a piece
 SCAN_BLOCKS = 64  # at most, of a scan that waits for `prepare` on the same chip
 OVERLAPPED_CHUNKS = 8  # at least: fewer leave little to overlap
-OVERLAPPED_VALUES = 128  # at most: with more channels a block of `prepare` fills a multiprocessor
+SHARED_VALUES = 128  # channels of one kernel at most: with more a block of it or of `prepare` fills a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Config:
 
     def check(self, key_channels: int, value_channels: int) -> None:
         """Raises a ValueError where the kernels of these channels cannot be tuned so."""
-        narrow = key_channels <= SHARED_KEYS and value_channels <= 2 * VALUES
+        narrow = key_channels <= SHARED_KEYS and value_channels <= SHARED_VALUES
         if self.route != "apart" and not narrow:
             raise ValueError(
-                f"route {self.route!r} takes at most {SHARED_KEYS} key and {2 * VALUES} value channels, got "
+                f"route {self.route!r} takes at most {SHARED_KEYS} key and {SHARED_VALUES} value channels, got "
                 f"{key_channels} and {value_channels}"
             )
         if self.warpgroups > 1 and (key_channels > SHARED_KEYS or value_channels % (2 * VALUES)):
@@ -72,7 +72,7 @@ def default_config(sequence_heads: int, key_channels: int, value_channels: int, 
     """
     narrow, stages = key_channels <= SHARED_KEYS, STAGES[key_channels]
     rounds = -(-sequence_heads // MULTIPROCESSORS)
-    fused = narrow and value_channels <= 2 * VALUES and sequence_heads >= LEAST_BLOCKS * rounds
+    fused = narrow and value_channels <= SHARED_VALUES and sequence_heads >= LEAST_BLOCKS * rounds
     blocks = sequence_heads * (value_channels // VALUES)
     if narrow and blocks > MULTIPROCESSORS and value_channels % (2 * VALUES) == 0:
         return Config(warpgroups=2, stages=2, route="fused" if fused else "apart")
@@ -81,6 +81,6 @@ def default_config(sequence_heads: int, key_channels: int, value_channels: int, 
     pieces = min(MULTIPROCESSORS // blocks, chunks // LEAST_CHUNKS)
     if pieces >= LEAST_PIECES:
         return Config(stages=stages, pieces=pieces)
-    small = narrow and blocks <= SCAN_BLOCKS and value_channels <= OVERLAPPED_VALUES
+    small = narrow and blocks <= SCAN_BLOCKS and value_channels <= SHARED_VALUES
     overlapped = small and chunks >= OVERLAPPED_CHUNKS
     return Config(stages=stages, route="overlapped" if overlapped else "apart")

@@ -26,14 +26,9 @@ f32 = jnp.float32
 
 def make_fused(problem: Problem, *, scale: float, has_state: bool = False, interpret: Any = None) -> Any:
     """The kernel (the inputs of the problem, state [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final
-    state [B, HV, K, V] float32.
-
-    Raises:
-      ValueError: V is not 64 or 128.
+    state [B, HV, K, V] float32; K and V at most 128 (`Config.check`).
     """
     (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
-    if V not in (ROWS, 2 * ROWS):
-        raise ValueError(f"the fused kernel takes {ROWS} or {2 * ROWS} value channels, got {V}")
     chunks, half = problem.chunks, K // 2
     warpgroups = V // ROWS  # that carry the state
     emulated = interpret is not None

@@ -144,21 +144,11 @@ def make_latent_attention(
         def fetch() -> None:
             plgpu.copy_gmem_to_smem(q.at[b, pl.ds(group * heads, heads)], qs, ready)
 
-            def load(n: jax.Array, s: jax.Array) -> jax.Array:
-                @pl.when(n >= ring)
-                def _() -> None:
-                    plgpu.barrier_wait(free.at[s])
-
+            def load(n: jax.Array, s: jax.Array) -> None:
                 rows = pl.ds((first + n) * PLACES, PLACES)
                 plgpu.copy_gmem_to_smem(latents.at[b, rows], tiles.at[s], full.at[s])
-                return jnp.where(s == ring - 1, 0, s + 1)
 
-            lax.fori_loop(0, steps, load, jnp.int32(0))
-
-            def see(n: jax.Array, _: None) -> None:  # so that no arrival is left unseen
-                plgpu.barrier_wait(free.at[lax.rem(n, ring)])
-
-            lax.fori_loop(jnp.maximum(steps - ring, 0), steps, see, None)
+            memory.load_ahead(steps, free, load, ring)
 
         @pl.when(lax.axis_index("wg") == 0)
         def compute() -> None:

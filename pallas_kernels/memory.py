@@ -3,6 +3,7 @@
 As in `fragments`, every piece has a twin for the interpreter.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,6 +119,27 @@ def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:
         return rg.from_elements([[[value] * 2 for value in values]] * (columns // 8))
 
     return piece(ref, index)
+
+
+def load_ahead(count: jax.Array, free: Any, load: Callable[[jax.Array, jax.Array], None], stages: int) -> None:
+    """load(n, stage) for every n < count, stages in turn, each as soon as its barrier in `free` has been arrived at for
+    what it held; in the end waits for all, so that no arrival is left unseen.
+    """
+
+    def step(n: jax.Array, s: jax.Array) -> jax.Array:
+        @pl.when(n >= stages)
+        def _() -> None:
+            plgpu.barrier_wait(free.at[s])
+
+        load(n, s)
+        return jnp.where(s == stages - 1, 0, s + 1)
+
+    jax.lax.fori_loop(0, count, step, jnp.int32(0))
+
+    def see(n: jax.Array, _: None) -> None:
+        plgpu.barrier_wait(free.at[jax.lax.rem(n, stages)])
+
+    jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, see, None)
 
 
 def fence_copies() -> None:

@@ -213,11 +213,7 @@ def make_scan(
             if warpgroups > 1:
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-            def fetch(n: jax.Array, s: jax.Array) -> jax.Array:
-                @pl.when(n >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(free.at[s])
-
+            def fetch(n: jax.Array, s: jax.Array) -> None:
                 rows = pl.ds((first_chunk + n) * CHUNK, CHUNK)
                 for source, target in ((w, ws), (kD, ks), *[(qU, qs), (A, As)] * outputs):
                     plgpu.copy_gmem_to_smem(source.at[head, rows], target.at[s], full.at[s])
@@ -225,14 +221,8 @@ def make_scan(
                     values = pl.ds(jnp.minimum(first_value, V - warpgroups * ROWS) + i * ROWS, ROWS)
                     plgpu.copy_gmem_to_smem(u.at[head, rows, values], us.at[s, i], full.at[s])
                 plgpu.copy_gmem_to_smem(total.at[head, first_chunk + n], totals.at[s], full.at[s])
-                return jnp.where(s == stages - 1, 0, s + 1)
 
-            lax.fori_loop(0, length, fetch, jnp.int32(0))
-
-            def see(n: jax.Array, _: None) -> None:  # so that no arrival is left unseen
-                plgpu.barrier_wait(free.at[lax.rem(n, stages)])
-
-            lax.fori_loop(jnp.maximum(length - stages, 0), length, see, None)
+            memory.load_ahead(length, free, fetch, stages)
 
         @pl.when(wg < warpgroups)
         def consume() -> None:
