@@ -46,7 +46,7 @@ def unsupported_reason(
     """
     if platform != "hopper" and (reason := _unsupported_device()):
         return reason
-    from pallas_kernels.prepare import CHUNK  # here, since it loads Mosaic
+    from pallas_kernels.inputs import CHUNK  # here, since it loads Mosaic
 
     if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
         return f"q, k, v must share a dtype of {DTYPES}, that of the products, got {q.dtype}, {k.dtype}, {v.dtype}"

@@ -206,7 +206,7 @@ def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
     if not static.every and unsupported_reason(inputs[1], static.scale) is None:
-        arrays = f"{', '.join(static.axes())}"
+        arrays = ", ".join(static.axes())
         gradients = list(_mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents)))
         if static.activation is not None:
             gradients[-2:] = [dx.sum(0).astype(x.dtype) for dx, x in zip(gradients[-2:], inputs[-2:], strict=True)]
