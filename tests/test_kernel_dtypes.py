@@ -1,4 +1,6 @@
-"""What the kernels round: float16 for gradients, in the interpreter, with its race detector, against the float64 oracle."""
+"""What the kernels round to bfloat16: float32, and float16 for gradients. In the interpreter, with its race detector,
+against the float64 oracle; and which implementation the public functions choose.
+"""
 
 import functools
 
@@ -7,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from lowering import lower
 from tolerances import FORWARD, assert_close, gradient
 
-from kda_jax import Decay
+from kda_jax import Decay, KimiDeltaAttention, kda, kda_raw, kda_with_states
+from pallas_kernels import support
 from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -85,3 +90,71 @@ def test_gradients_of_float16(rng, monkeypatch, size):
 def test_gradients_of_raw_float16(rng, monkeypatch):
     monkeypatch.delattr("pallas_kernels.vjp.kda_chunk")
     check(*draw_raw(rng, jnp.float16))
+
+
+def test_float32(rng, monkeypatch):
+    monkeypatch.delattr("pallas_kernels.vjp.kda_chunk")
+    check(*draw(rng, jnp.float32, 1.0))
+
+
+def test_raw_float32(rng, monkeypatch):
+    monkeypatch.delattr("pallas_kernels.vjp.kda_chunk")
+    check(*draw_raw(rng, jnp.float32))
+
+
+def specs(dtype, k_dtype=None):
+    """q, k, v, gate and beta."""
+    qk, gate = (1, 256, 2, 64), (1, 256, 2, 64)
+    shapes = [(qk, dtype), (qk, k_dtype or dtype), (qk, dtype), (gate, jnp.float32), (gate[:3], jnp.float32)]
+    return [jax.ShapeDtypeStruct(*s) for s in shapes]
+
+
+def raw(*x, **options):
+    return kda_raw(*x, Decay(jnp.zeros(2), jnp.zeros((2, 64))), **options)
+
+
+FUNCTIONS = {"kda": kda, "kda_raw": raw, "kda_with_states": kda_with_states}
+FORWARD_KERNELS, BACKWARD_KERNELS = 2, 3
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(support, "_unsupported_device", lambda: None)
+
+
+def count(function, arguments):
+    return lower(function, arguments).count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_float32_is_rounded_by_name_alone(hopper, function):
+    def kernels(implementation, dtype=jnp.float32):
+        return count(functools.partial(function, implementation=implementation), specs(dtype))
+
+    assert kernels(None) == kernels(("chunk", "mosaic_gpu")) == 0
+    assert kernels("mosaic_gpu") == kernels(("mosaic_gpu", "chunk")) == FORWARD_KERNELS
+    assert kernels(None, jnp.bfloat16) == FORWARD_KERNELS  # what needs no rounding needs no name
+
+
+@pytest.mark.parametrize(("implementation", "kernels"), [(None, 0), ("mosaic_gpu", FORWARD_KERNELS + BACKWARD_KERNELS)])
+@pytest.mark.parametrize("function", [kda, raw], ids=["kda", "kda_raw"])
+def test_gradients_of_float32(hopper, function, implementation, kernels):
+    def loss(*x):
+        return sum(jnp.sum(y) for y in function(*x, implementation=implementation))
+
+    assert count(jax.value_and_grad(loss, tuple(range(5))), specs(jnp.float32)) == kernels
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("dtypes", [(jnp.float64,), (jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
+def test_no_other_dtype_is_rounded(hopper, function, dtypes):
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=r"must share a dtype of .*'float32'"):
+        jax.eval_shape(functools.partial(function, implementation="mosaic_gpu"), *specs(*dtypes))
+
+
+@pytest.mark.parametrize(("implementation", "kernels"), [(None, 0), ("mosaic_gpu", FORWARD_KERNELS)])
+def test_a_layer_in_float32(hopper, implementation, kernels):
+    layer = nnx.eval_shape(lambda: KimiDeltaAttention(32, 2, 64, implementation=implementation, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(layer)
+    run = functools.partial(lambda parameters, x: nnx.merge(graph, parameters)(x)[0])
+    assert count(run, (parameters, jax.ShapeDtypeStruct((1, 256, 32), jnp.float32))) == kernels
