@@ -42,13 +42,14 @@ def backward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
+    resets: bool = False,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, g, beta, of the initial state, and of the decay's parameters a row, in the inputs' dtypes.
 
-    inputs, sequences, decay, activation: as in `forward`; cotangents: of o and the final state. q, k, v and do are
-    rounded to bfloat16, whose accuracy the gradients have: float16 holds neither cotangents of any size nor dv and
+    inputs, sequences, decay, activation, resets: as in `forward`; cotangents: of o and the final state. q, k, v and do
+    are rounded to bfloat16, whose accuracy the gradients have: float16 holds neither cotangents of any size nor dv and
     v_new of a small beta, by whose square dbeta is divided. Heads that share a key head are summed in float32, in a
     fixed order. Those of A_log and dt_bias are [B, HV] and [B, HV, K], in float32.
     """
@@ -68,7 +69,7 @@ def backward(
     dfinal = dfinal.astype(jnp.float32)
     initial = jnp.zeros_like(dfinal) if initial_state is None else initial_state.astype(jnp.float32)
 
-    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw, resets=resets)
     prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *parameters)
     prepared, norms = (prepared[:-1], prepared[-1:]) if raw else (prepared, ())
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
@@ -91,7 +92,7 @@ def backward(
         S, dS, v_new, dv, _ = scan(initial, dfinal)
     else:
         S, dS, v_new, dv, dinitial = scan(initial, dfinal)
-    chunk = make_backward_chunk(q.shape, v.shape, v.dtype, raw=raw, **options)
+    chunk = make_backward_chunk(problem, **options)
     dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *parameters, *norms)
 
     if HV > H:

@@ -32,6 +32,7 @@ def forward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
+    resets: bool = False,
     every: int = 0,
     config: Config,
     interpret: Any = None,
@@ -39,10 +40,11 @@ def forward(
     """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`); q, k and v of float32 are rounded to bfloat16. Every g
-    <= 0 is exact; g_min promises every g >= g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of
-    chunks of each sequence in the only row; without, every row is one. With an `activation` the inputs are raw, and
-    `decay` is A_log [HV], dt_bias [HV, K]. With `every` a third result: the states of each row behind so many chunks
-    each, and behind its last, [B, n, HV, K, V] float32.
+    <= 0 is exact; g_min promises every g >= g_min >= -5. resets: whether some are `RESET` nevertheless (of raw inputs
+    `RAW_RESET`), in all channels of a token. sequences: [N, 2] int32, the first chunk and the number of chunks of each
+    sequence in the only row; without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log
+    [HV], dt_bias [HV, K]. With `every` a third result: the states of each row behind so many chunks each, and behind
+    its last, [B, n, HV, K, V] float32.
     """
     config.check(inputs[0].shape[3], inputs[2].shape[3])
     T = inputs[2].shape[1]
@@ -57,7 +59,7 @@ def forward(
     arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
     if initial_state is not None:
         initial_state = initial_state.astype(jnp.float32)
-    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw, resets)
     if config.route != "apart" and sequences is None and not every:
         has_state = initial_state is not None
         make = make_fused if config.route == "fused" else make_overlapped

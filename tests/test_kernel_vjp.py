@@ -30,7 +30,7 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, every, config, interpret):
+    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, resets, every, config, interpret):
         assert activation is None
         q, k, v, g, beta = inputs
         if initial_state is None:
@@ -38,19 +38,19 @@ def stand_in(monkeypatch):
         packing = None
         if sequences is not None:
             packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
-        options = {"scale": scale, "g_min": g_min, "packing": packing}
+        options = {"scale": scale, "g_min": None if resets else g_min, "packing": packing}
         o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)
         if not every:
             return o, final_state
         return o, final_state, jnp.concatenate([states[:, every - 1 : -1 : every], final_state[:, None]], axis=1)
 
-    def backward(inputs, initial_state, cotangents, sequences, decay, *, scale, g_min, activation, config, interpret):
+    def backward(inputs, initial_state, cotangents, sequences, decay, *, activation, config, interpret, **options):
         assert activation is None
 
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
-            options = {"scale": scale, "g_min": g_min, "activation": None, "every": 0}
-            return forward(inputs, state, sequences, (), **options, config=config, interpret=None)
+            tuning = {"config": config, "interpret": interpret}
+            return forward(inputs, state, sequences, (), **options, activation=None, every=0, **tuning)
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
