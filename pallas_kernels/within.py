@@ -109,6 +109,7 @@ class Masks(NamedTuple):
         return cls(unreset, kept, lax.broadcast_in_dim(row, (rg.ROWS, rg.BLOCK), (0,)))
 
     def apply(self, U: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """U and D of decays without resets, made 0 across them."""
         unreset, kept = (lax.broadcast_in_dim(x, U.shape, (0,)) for x in (self.unreset, self.kept))
         return U * unreset, D * kept
 
@@ -131,7 +132,7 @@ class Dense:
 
     def finish(self, totals: Totals, interpret: bool) -> tuple[jax.Array, jax.Array]:
         stacked, crossed = totals
-        if self.masks is not None:  # 2^-n like a decay: what it is the same for gives 16 times 1, other pairs at most 8
+        if self.masks is not None:  # a channel that halves at resets gives 16 to rows of one segment, else at most 8
             x = self.masks.halved
             same, same_crossed = self._scores(self.start(), x, x, fr.reciprocal(x, interpret=interpret), interpret)
             stacked = jnp.where(same >= rg.BLOCK, stacked, zeros(16))
