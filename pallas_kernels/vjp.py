@@ -11,7 +11,7 @@ from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.packing import Alignment, Packing, align, plan_cu_seqlens
 from kda_jax.ops.prepare import select_valid
-from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
+from kda_jax.ops.types import RESULT_NAMES, Beta, Keys, LogDecay, Queries, State, Values
 from pallas_kernels.activation import RAW_INERT, RAW_RESET, Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
@@ -21,9 +21,9 @@ from pallas_kernels.mapping import as_varying, over_batch_and_heads
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
 RESET = -1e4  # a log decay that leaves exactly nothing
-# For policies of `jax.checkpoint`. Where all are saved, no kernel of the forward pass runs again.
+# For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; where these
+# are too, nothing before them.
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
-OUTPUTS = ("kda_o", "kda_final_state", "kda_states")
 
 
 def kda_mosaic(
@@ -197,7 +197,7 @@ def _run(
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
     varying = as_varying(tuple(inputs), tuple(inputs))
     results = _kda(static._replace(has_state=state is not None), *varying)
-    o, *states = (checkpoint_name(x, name) for x, name in zip(results, OUTPUTS, strict=False))
+    o, *states = (checkpoint_name(x, name) for x, name in zip(results, RESULT_NAMES, strict=False))
     return o[..., :V], *(S[..., :K, :V] for S in states)
 
 
