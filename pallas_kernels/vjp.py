@@ -21,8 +21,8 @@ from pallas_kernels.mapping import as_varying, over_batch_and_heads
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
 RESET = -1e4  # a log decay that leaves exactly nothing
-# For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; where these
-# are too, nothing before them.
+# For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; with these
+# too, nothing before them.
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
 
 
