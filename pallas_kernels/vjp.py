@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
-from kda_jax.ops.packing import Packing, align, plan_cu_seqlens
+from kda_jax.ops.packing import Alignment, Packing, align, plan_cu_seqlens
 from kda_jax.ops.prepare import select_valid
-from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
+from kda_jax.ops.types import RESULT_NAMES, Beta, Keys, LogDecay, Queries, State, Values
 from pallas_kernels.activation import RAW_INERT, RAW_RESET, RESET, Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
@@ -20,9 +20,9 @@ from pallas_kernels.inputs import CHUNK
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
-# For policies of `jax.checkpoint`. Where all are saved, no kernel of the forward pass runs again.
+# For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; with these
+# too, nothing before them.
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
-OUTPUTS = ("kda_o", "kda_final_state", "kda_states")
 
 
 def kda_mosaic(
@@ -149,12 +149,32 @@ def _run_packed(
     q, _, v, *_ = tokens
     alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
     between = (0, 0, 0, 0 if static.activation is None else RAW_INERT, 0)
-    tokens = tuple(alignment.gather(x, fill) for x, fill in zip(tokens, between, strict=True))
+    tokens = tuple(_gather(fill, x, alignment) for x, fill in zip(tokens, between, strict=True))
     spans = alignment.spans.astype(jnp.int32)
     if state is None:  # without, all gradients would be rows, which vmap may join
         state = jnp.zeros((spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32)
     o, final_state = _run(static._replace(packed=True), tokens, state, spans, *more)
-    return alignment.restore(o), final_state
+    return _restore(o, alignment), final_state
+
+
+# Each is the other's adjoint; XLA's own are scatters, which take three to seven times as long.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(between: float, x: jax.Array, alignment: Alignment) -> jax.Array:
+    return alignment.gather(x, between)
+
+
+@jax.custom_vjp
+def _restore(x: jax.Array, alignment: Alignment) -> jax.Array:
+    return alignment.restore(x)
+
+
+_gather.defvjp(
+    lambda between, x, alignment: (_gather(between, x, alignment), alignment),
+    lambda _, alignment, dy: (_restore(dy, alignment), None),
+)
+_restore.defvjp(
+    lambda x, alignment: (_restore(x, alignment), alignment), lambda alignment, dy: (_gather(0, dy, alignment), None)
+)
 
 
 def _run(
@@ -176,7 +196,7 @@ def _run(
     # All inputs vary over the same axes of a `shard_map`, so that their gradients do.
     varying = as_varying(tuple(inputs), tuple(inputs))
     results = _kda(static._replace(has_state=state is not None), *varying)
-    o, *states = (checkpoint_name(x, name) for x, name in zip(results, OUTPUTS, strict=False))
+    o, *states = (checkpoint_name(x, name) for x, name in zip(results, RESULT_NAMES, strict=False))
     return o[..., :V], *(S[..., :K, :V] for S in states)
 
 

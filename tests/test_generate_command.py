@@ -77,7 +77,8 @@ def test_wrong_flags(checkpoint, flags, message, capsys):
         (["--stop_token=1", "--stop_token=-1"], "error: --stop_token=-1: the vocabulary has 256 tokens"),
     ],
 )
-def test_wrong_requests(checkpoint, flags, message):
+def test_wrong_requests(checkpoint, flags, message, monkeypatch):
+    monkeypatch.delattr("kda_jax.models.hf.load")  # weights of many GB come last
     with pytest.raises(SystemExit, match=message):
         generate.main([f"--checkpoint={checkpoint}", "--prompt=a", *flags])
 

@@ -72,6 +72,15 @@ def test_segments_of_a_row(rng):
     assert_close(final_state, last, FORWARD["bfloat16"], "final_state")
 
 
+def test_gradients_of_moved_tokens_are_gathers(rng):
+    """XLA's own adjoint of a gather is a scatter, which is several times slower."""
+    arrays = inputs(rng, T=128, K=64, V=64, states=2)
+    cotangents = arrays[2], arrays[5]
+    program = str(jax.make_jaxpr(lambda cu: kernels(arrays, cotangents, cu_seqlens=cu))(jnp.asarray([0, 30, 128])))
+    assert "gather" in program
+    assert "scatter" not in program
+
+
 def test_sequences_with_their_own_states(rng, monkeypatch):
     """One ends where a chunk does, one is empty, one has a single token; rows behind the last belong to none."""
     monkeypatch.delattr("pallas_kernels.vjp.kda_chunk")  # the gradients are the kernels'

@@ -5,10 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import PartitionSpec
+from lowering import lower
 
-from pallas_kernels import vjp
+from kda_jax.models import HybridConfig, HybridLM
+from kda_jax.ops.types import RESULT_NAMES
+from pallas_kernels import support, vjp
 
 B, T, H, HV, K, V = 2, 128, 2, 4, 64, 128
 FORWARD, BACKWARD = 2, 3  # kernels
@@ -41,7 +45,8 @@ def loss(policy, *x):
 
 
 POLICIES = {  # and how often each layer's forward pass runs again
-    "inputs and outputs": (checkpoint_policies.save_only_these_names(*vjp.RESIDUALS, *vjp.OUTPUTS), 0),
+    "inputs and outputs": (checkpoint_policies.save_only_these_names(*vjp.RESIDUALS, *RESULT_NAMES), 0),
+    "outputs": (checkpoint_policies.save_only_these_names(*RESULT_NAMES), 0),
     "inputs": (checkpoint_policies.save_only_these_names(*vjp.RESIDUALS), 1),
     "nothing": (None, 1),
 }
@@ -61,3 +66,24 @@ def test_a_recomputed_mapped_sharded_step_runs_on_the_kernels(name):
     traced = jax.jit(jax.value_and_grad(step, argnums=range(5))).trace(*specs)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2 * ((1 + again) * FORWARD + BACKWARD)
+
+
+def test_a_recomputed_model_runs_the_forward_kernels_once(monkeypatch):
+    monkeypatch.setattr(support, "_unsupported_device", lambda: None)
+    config = HybridConfig(
+        vocab_size=32,
+        width=64,
+        num_heads=1,
+        head_dim=64,
+        pattern=("kda",),
+        num_layers=2,
+        remat=True,
+        dtype=jnp.bfloat16,
+    )
+    graph, weights = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
+
+    def mean_logit(weights, tokens):
+        return nnx.merge(graph, weights)(tokens)[0].mean()
+
+    text = lower(jax.grad(mean_logit), (weights, jax.ShapeDtypeStruct((1, T), jnp.int32)))
+    assert text.count("custom_call @mosaic_gpu") == 2 * (FORWARD + BACKWARD)

@@ -37,7 +37,8 @@ class HybridConfig:
       rope_theta: base of rotary positions in the "attention" layers; None for none (NoPE).
       tie_embeddings: the output projection is the embedding's transpose.
       dtype, param_dtype: of the computation and of the weights; A_log, dt_bias, decays and states are always float32.
-      remat: recompute each layer in the backward instead of storing its intermediates.
+      remat: recompute each layer in the backward instead of storing its intermediates. Where KDA runs on its kernels
+        their outputs are stored, and only the backward's run then.
       implementation: of the KDA operator; attention_implementation: of `jax.nn.dot_product_attention`. None chooses.
       metadata: what else a checkpoint's config.json says, as JSON; kept for saving, no part of the model.
 

@@ -136,10 +136,11 @@ def main(argv: Sequence[str]) -> None:
             Request(tokenizer.encode(text), arguments.max_new_tokens, arguments.sampling, stop, arguments.seed)
             for text in arguments.prompt
         ]
-        config, model = hf.load(arguments.checkpoint)
+        size = hf.load_config(arguments.checkpoint).vocab_size
         for token in arguments.stop_token or ():
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(f"--stop_token={token}: the vocabulary has {config.vocab_size} tokens, from 0")
+            if not 0 <= token < size:
+                raise ValueError(f"--stop_token={token}: the vocabulary has {size} tokens, from 0")
+        _, model = hf.load(arguments.checkpoint)
         bursts = stream(model, requests)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(f"error: {error}")

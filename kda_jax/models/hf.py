@@ -1,6 +1,6 @@
 """Published checkpoints of Kimi Linear and Kimi K3 (config.json and safetensors) as a `HybridLM`, and back.
 
-    config, model = hf.load(directory)
+    config, model = hf.load(directory)      # hf.load_config(directory): the first alone
     hf.save(directory, config, model)
 
 Saving needs the extra [hf], the package safetensors.
@@ -28,6 +28,13 @@ from kda_jax.models.sharding import Shard
 CONFIG = "config.json"
 
 
+def load_config(directory: str | Path) -> HybridConfig:
+    """The configuration of a checkpoint; no weight is read. Arguments and errors as `load`'s."""
+    directory = Path(directory)
+    document = read_object(directory / CONFIG)
+    return hf_config.from_json(document, Files.of(directory).dtype)
+
+
 def load(
     directory: str | Path, *, dtype: DTypeLike | None = None, shard: Shard | None = None
 ) -> tuple[HybridConfig, HybridLM]:
@@ -44,9 +51,7 @@ def load(
       CheckpointError: listing every tensor that is missing, superfluous, of a wrong shape or dtype, or truncated.
     """
     directory = Path(directory)
-    document = read_object(directory / CONFIG)
-    files = Files.of(directory)
-    config = hf_config.from_json(document, files.dtype)
+    config, files = load_config(directory), Files.of(directory)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))

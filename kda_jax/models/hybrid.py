@@ -17,7 +17,7 @@ from kda_jax.layers.moe import MixtureOfExperts, balanced_bias
 from kda_jax.layers.norm import EPSILON
 from kda_jax.layers.residual import AttentionResidual, Stream
 from kda_jax.models.config import HybridConfig
-from kda_jax.ops.types import SegmentIds
+from kda_jax.ops.types import RESULT_NAMES, SegmentIds
 
 LayerCache = DeltaCache | AttentionCache
 Cache = tuple[LayerCache, ...]
@@ -92,12 +92,13 @@ class Block(nnx.Module):
 
 
 def _recompute(block: Block, *inputs: Any) -> Any:
-    """The block's outputs, computed again in the backward.
+    """The block's outputs, computed again in the backward; all but what kernels of KDA made, which do not run twice.
 
     Unlike with `nnx.remat`, variables outside the gradient may come from an outer trace: the block changes none.
     """
     graphdef, state = nnx.split(block)
-    return jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))(state, *inputs)
+    policy = jax.checkpoint_policies.save_only_these_names(*RESULT_NAMES)
+    return jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs), policy=policy)(state, *inputs)
 
 
 def parameter_counts(model: "HybridLM") -> tuple[int, int]:

@@ -57,6 +57,7 @@ def check_cu_seqlens(cu_seqlens: np.ndarray, num_tokens: int) -> None:
         )
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["source", "target", "slot", "spans"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Alignment:
     """The tokens of packed sequences moved so that each sequence begins a chunk.

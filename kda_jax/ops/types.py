@@ -36,3 +36,7 @@ StepBeta = Float[Array, "B HV"]
 def state_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of states, decays and sums for values of `dtype`: float32, or float64 for float64."""
     return jnp.promote_types(jnp.float32, dtype)
+
+
+# What o, the final state and the states of chunks are called for policies of `jax.checkpoint`, where kernels made them.
+RESULT_NAMES = ("kda_o", "kda_final_state", "kda_states")
