@@ -98,7 +98,8 @@ def parse(
     except re.error as error:
         raise ConfigError(f"--only={only}: not a regular expression, {error}") from error
     if implementations is None:
-        implementations = [name for name in ("mosaic_gpu", "chunk") if versions.refusal(name, dtype) is None][:1]
+        names = ("chunk",) if dtype == "float32" else ("mosaic_gpu", "chunk")  # the kernels would round float32
+        implementations = [name for name in names if versions.refusal(name, dtype) is None][:1]
     for name in implementations:
         if reason := versions.refusal(name, dtype):
             raise ConfigError(f"--implementations={','.join(implementations)}: {reason}")

@@ -27,9 +27,6 @@ SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little 
 
 def unsupported_reason(k: jax.Array, scale: float) -> str | None:
     """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
-    if k.dtype != jnp.bfloat16:
-        why = "float16 holds neither gradients of any size nor dv and v_new of a small beta, whose square dbeta is over"
-        return f"the backward kernels take bfloat16, got {k.dtype}: {why}"
     if k.shape[-1] > KEY_CHANNELS:
         return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
@@ -45,14 +42,16 @@ def backward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
+    resets: bool = False,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, g, beta, of the initial state, and of the decay's parameters a row, in the inputs' dtypes.
 
-    inputs, sequences, decay, activation: as in `forward`, in bfloat16 where it takes any 16 bits; cotangents: of o and
-    the final state. Heads that share a key head are summed in float32, in a fixed order. Those of A_log and dt_bias are
-    [B, HV] and [B, HV, K], in float32.
+    inputs, sequences, decay, activation, resets: as in `forward`; cotangents: of o and the final state. q, k, v and do
+    are rounded to bfloat16, whose accuracy the gradients have: float16 holds neither cotangents of any size nor dv and
+    v_new of a small beta, by whose square dbeta is divided. Heads that share a key head are summed in float32, in a
+    fixed order. Those of A_log and dt_bias are [B, HV] and [B, HV, K], in float32.
     """
     (B, T, H, K), (HV, V) = inputs[0].shape, inputs[2].shape[2:]
     do, dfinal = cotangents
@@ -61,6 +60,7 @@ def backward(
         return jnp.pad(x, [(0, 0), (0, -T % CHUNK)] + [(0, 0)] * (x.ndim - 2)) if T % CHUNK else x
 
     q, k, v, g, beta = (whole(x) for x in inputs)
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     raw = None if activation is None else Raw(activation, g.dtype, T)
     g = g if raw else g.astype(jnp.float32)
     beta = jnp.maximum(beta.astype(jnp.float32), math.log(SMALLEST_BETA) if raw else SMALLEST_BETA)
@@ -69,7 +69,7 @@ def backward(
     dfinal = dfinal.astype(jnp.float32)
     initial = jnp.zeros_like(dfinal) if initial_state is None else initial_state.astype(jnp.float32)
 
-    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw, resets=resets)
     prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *parameters)
     prepared, norms = (prepared[:-1], prepared[-1:]) if raw else (prepared, ())
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
@@ -92,7 +92,7 @@ def backward(
         S, dS, v_new, dv, _ = scan(initial, dfinal)
     else:
         S, dS, v_new, dv, dinitial = scan(initial, dfinal)
-    chunk = make_backward_chunk(q.shape, v.shape, v.dtype, raw=raw, **options)
+    chunk = make_backward_chunk(problem, **options)
     dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *parameters, *norms)
 
     if HV > H:

@@ -36,7 +36,7 @@ from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.activation import LOG2E
-from pallas_kernels.inputs import CHUNK, Raw
+from pallas_kernels.inputs import CHUNK, Problem
 from pallas_kernels.levels import Factor
 from pallas_kernels.memory import tile
 from pallas_kernels.within import iota, zeros
@@ -171,25 +171,17 @@ def _columns(x: jax.Array) -> list[jax.Array]:
     return [x[:, b * BLOCK : (b + 1) * BLOCK] for b in range(BLOCKS)]
 
 
-def make_backward_chunk(
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    dtype: Any,
-    *,
-    scale: float,
-    raw: Raw | None = None,
-    interpret: Any = None,
-) -> Any:
+def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None) -> Any:
     """The kernel (q, k [B, T, H, K], g [B, T, HV, K] float32, beta [B, T, HV] float32, do, v_new, dv [B, T, HV, V],
     S, dS [B HV, T / 64, V, K]) -> dq, dk [B, T, HV, K], dg [B, T, HV, K] float32, dbeta [B, T, HV] float32; T a
-    multiple of 64, beta not 0.
+    multiple of 64, beta not 0. It is exact for every decay, bounded or not.
 
-    With `raw` three more inputs, A_log [HV] and dt_bias [HV, K] float32 and the inverse norms of `prepare`, and three
-    more outputs: what each chunk adds to the gradients of A_log (a channel) and of dt_bias, [B, T / 64, HV, K] float32,
-    and the inner products that the blocks exchange, [2, B HV, K / 64, T] float32, of no further use. dg then has the
-    dtype of g.
+    With `problem.raw` three more inputs, A_log [HV] and dt_bias [HV, K] float32 and the inverse norms of `prepare`, and
+    three more outputs: what each chunk adds to the gradients of A_log (a channel) and of dt_bias, [B, T / 64, HV, K]
+    float32, and the inner products that the blocks exchange, [2, B HV, K / 64, T] float32, of no further use. dg then
+    has the dtype of g.
     """
-    (B, T, H, K), (HV, V) = q_shape, v_shape[2:]
+    (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
     parts = K // CHANNELS
     emulated = interpret is not None
     kw = {"interpret": emulated}
@@ -239,7 +231,7 @@ def make_backward_chunk(
             e = jnp.exp2(log_decay() * LOG2E)
         else:
             speed = jnp.exp(A_log[h])
-            e = raw.activation.decay(log_decay(), speed, **kw)
+            e = raw.activation.decay(log_decay(), speed, resets=problem.resets, **kw)
             if raw.tokens % CHUNK:
                 e = jnp.where(is_token(), e, jnp.ones_like(e))
             plgpu.commit_smem()  # X takes the place of g
@@ -362,7 +354,7 @@ def make_backward_chunk(
         store_keys()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    gate = jnp.dtype(f32 if raw is None else raw.gate)
+    gate = jnp.dtype(problem.gate)
     partial = jax.ShapeDtypeStruct((B, T // CHUNK, HV, K), f32)
     grid: dict[str, Any] = {"grid": (T // CHUNK, B, HV, parts), "grid_names": ("n", "b", "h", "part")}
     if raw is not None:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.inputs import CHUNK, GROUP
+from pallas_kernels.inputs import CHUNK, GROUP, Reader
 from pallas_kernels.inverse import block_inverse
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed
@@ -55,10 +55,10 @@ def prepared_types(K: int, dtype: Any, *leading: int) -> list[Any]:
 
 
 def prepare_chunk(
-    read: Callable[[jax.Array], Callable[[Any], tuple[jax.Array, ...]]],
+    read: Callable[[jax.Array], Reader],
     done: Callable[[jax.Array], None],
     strength: jax.Array,
-    bounded: bool,
+    within: Exact | Dense,
     chunk: Prepared,
     interpret: bool,
 ) -> None:
@@ -66,7 +66,6 @@ def prepare_chunk(
     has been read; strength: beta [64, 8], the same in all columns.
     """
     K, dtype = chunk.kD.shape[1], chunk.kD.dtype
-    within = (Dense if bounded else Exact)(dtype)
 
     def half(i: jax.Array, own: Any) -> Any:
         read_group = read(i)

@@ -32,36 +32,40 @@ def forward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
+    resets: bool = False,
     every: int = 0,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta; shapes as in `kda`.
 
-    The inputs must be supported (`support.unsupported_reason`). Every g <= 0 is exact; g_min promises every g >=
-    g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of chunks of each sequence in the only row;
-    without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log [HV], dt_bias [HV, K]. With
-    `every` a third result: the states of each row behind so many chunks each, and behind its last, [B, n, HV, K, V]
-    float32.
+    The inputs must be supported (`support.unsupported_reason`); q, k and v of float32 are rounded to bfloat16. Every g
+    <= 0 is exact; g_min promises every g >= g_min >= -5. resets: whether some are `RESET` nevertheless (of raw inputs
+    `RAW_RESET`), in all channels of a token. sequences: [N, 2] int32, the first chunk and the number of chunks of each
+    sequence in the only row; without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log
+    [HV], dt_bias [HV, K]. With `every` a third result: the states of each row behind so many chunks each, and behind
+    its last, [B, n, HV, K, V] float32.
     """
     config.check(inputs[0].shape[3], inputs[2].shape[3])
     T = inputs[2].shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]
     q, k, v, g, beta = inputs
-    B = v.shape[0]
+    B, dtype = v.shape[0], v.dtype
+    if dtype == jnp.float32:
+        q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
     arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
     if initial_state is not None:
         initial_state = initial_state.astype(jnp.float32)
-    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw, resets)
     if config.route != "apart" and sequences is None and not every:
         has_state = initial_state is not None
         make = make_fused if config.route == "fused" else make_overlapped
         run = make(problem, scale=scale, has_state=has_state, interpret=interpret)
         o, final_state, *_ = run(*arrays, *([initial_state] if has_state else []))
-        return o[:, :T], final_state
+        return o[:, :T].astype(dtype), final_state
     prepared = make_prepare(problem, interpret=interpret)(*arrays)
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
@@ -79,4 +83,4 @@ def forward(
         o, _, *states = scan(spans, before, every=every)
     else:
         o, final_state, *states = scan(spans, initial_state, every=every)
-    return o[:, :T], final_state, *states
+    return o[:, :T].astype(dtype), final_state, *states

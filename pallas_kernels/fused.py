@@ -15,7 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels.blocks import ROWS, Prepared, bounce_types, carry, prepare_chunk, prepared_types
-from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
+from pallas_kernels.inputs import (
+    CHUNK,
+    COMPILER_PARAMS,
+    GROUP,
+    Parameters,
+    Problem,
+    inverse_norms,
+    reader,
+    within_blocks,
+)
 from pallas_kernels.memory import tile
 from pallas_kernels.within import iota, zeros
 
@@ -30,6 +39,7 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
     """
     (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
     chunks, half = problem.chunks, K // 2
+    whole = raw is not None or problem.masked  # whose norms and masks are found before the scores
     warpgroups = V // ROWS  # that carry the state
     emulated = interpret is not None
 
@@ -71,10 +81,11 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                 # behind the end keys are zero, and beta only has to be finite
                 tokens = jnp.minimum(iota(0, 8) + n * CHUNK, T - 1)
                 strength = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
-                if raw is not None:
-                    strength = raw.activation.strength(strength)
+                if whole:
                     for i in (0, 1):
                         plgpu.barrier_wait(loaded.at[i])
+                if raw is not None:
+                    strength = raw.activation.strength(strength)
                     speed = jnp.exp(decay[0][h])
                     norms = inverse_norms(qs.at[0], qs.at[1]), inverse_norms(ks.at[0], ks.at[1])
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(free.at[s]))
@@ -82,17 +93,16 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                     plgpu.copy_gmem_to_smem(v.at[b, rows(n), h, pl.ds(i * ROWS, ROWS)], vs.at[s, i], v_loaded.at[s])
 
                 def read(i: jax.Array) -> Any:
-                    parameters = None
-                    if raw is None:
+                    if not whole:
                         plgpu.barrier_wait(loaded.at[i])
-                    else:
-                        parameters = Parameters(speed, bias.at[pl.ds(i * half, half)], norms)
-                    return reader(qs.at[i], ks.at[i], gs.at[i], n * CHUNK, raw, parameters, interpret=emulated)
+                    parameters = None if raw is None else Parameters(speed, bias.at[pl.ds(i * half, half)], norms)
+                    return reader(problem, qs.at[i], ks.at[i], gs.at[i], n * CHUNK, parameters, interpret=emulated)
 
                 def done(i: jax.Array) -> None:
                     pl.when(n + 1 < chunks)(lambda: fetch(n + 1, i))
 
-                prepare_chunk(read, done, strength, problem.bounded, chunk, emulated)
+                within = within_blocks(problem, gs.at[0], interpret=emulated)
+                prepare_chunk(read, done, strength, within, chunk, emulated)
                 plgpu.barrier_arrive(full.at[s])
 
             lax.fori_loop(0, chunks, step, None)

@@ -16,7 +16,7 @@ warp's rows, `within` gives the scores; between the four blocks the factor is (U
 between) (D_j of j's block), each at most 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fragments as fr
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.inputs import CHUNK, COMPILER_PARAMS, GROUP, Parameters, Problem, inverse_norms, reader
+from pallas_kernels.inputs import (
+    CHUNK,
+    COMPILER_PARAMS,
+    GROUP,
+    Parameters,
+    Problem,
+    Reader,
+    inverse_norms,
+    reader,
+    within_blocks,
+)
 from pallas_kernels.inverse import EXCHANGE_SHAPE, inverse_transposed
 from pallas_kernels.memory import tile
 from pallas_kernels.within import Dense, Exact, decayed, iota, zeros
@@ -57,7 +67,7 @@ class Tiles(NamedTuple):
     operand: Any  # [2, 64, GROUP]
 
 
-def scores(tiles: Tiles, read: Callable[..., Any], within: Exact | Dense, interpret: bool) -> tuple[Any, ...]:
+def scores(tiles: Tiles, read: Reader, within: Exact | Dense, interpret: bool) -> tuple[Any, ...]:
     """Products of queries and of keys with keys: within a block (two arrays [64, 16]), and for distances 1 to 3
     between blocks.
 
@@ -173,9 +183,10 @@ def run(
         for target in norms_out:
             for i, norm in enumerate(given.norms):
                 memory.store_rows(target.at[head, i, rows], norm, interpret=emulated)
-    read = reader(qs, ks, gs, n * CHUNK, raw, given, interpret=emulated)
+    read = reader(problem, qs, ks, gs, n * CHUNK, given, interpret=emulated)
     tiles = Tiles(qs, ks, kUs, ends, operand)
-    (q_own, k_own), between = scores(tiles, read, (Dense if problem.bounded else Exact)(dtype), emulated)
+    within = within_blocks(problem, gs, interpret=emulated)
+    (q_own, k_own), between = scores(tiles, read, within, emulated)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
     plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])

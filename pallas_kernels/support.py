@@ -10,6 +10,7 @@ from kda_jax.ops.gates import Decay
 KEY_CHANNELS = (64, 128, 192, 256)  # of the kernels; others are filled up with zeros
 VALUE_CHANNELS = (64, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")  # of every product; those of float32 would each be three (the README says what for)
+ROUNDED = "float32"  # to bfloat16, of sequences whose caller agrees
 COMPUTE_CAPABILITY = "9.0"
 
 # Of the decode step.
@@ -35,11 +36,13 @@ def unsupported_reason(
     v: jax.Array,
     g: jax.Array,
     *,
+    rounded: bool = True,
     states_every: int = 0,
     platform: str | None = None,
 ) -> str | None:
     """Why `kda_mosaic` cannot run on these inputs (arrays, tracers or `jax.ShapeDtypeStruct`), or None.
 
+    rounded: whether q, k and v of float32 may be rounded to bfloat16.
     states_every: tokens from one returned state to the next, 0 for none.
     platform: "hopper" skips the look at the default device, for a program that is lowered for a machine that is not
     this one.
@@ -48,8 +51,9 @@ def unsupported_reason(
         return reason
     from pallas_kernels.inputs import CHUNK  # here, since it loads Mosaic
 
-    if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in DTYPES:
-        return f"q, k, v must share a dtype of {DTYPES}, that of the products, got {q.dtype}, {k.dtype}, {v.dtype}"
+    dtypes = (*DTYPES, ROUNDED) if rounded else DTYPES
+    if not all(x.dtype == v.dtype for x in (q, k)) or jnp.dtype(v.dtype).name not in dtypes:
+        return f"q, k, v must share a dtype of {dtypes}, got {q.dtype}, {k.dtype}, {v.dtype}"
     if jnp.dtype(g.dtype).itemsize > 4:
         return f"g must have at most 32 bits, got {g.dtype}"
     if q.shape[-1] > KEY_CHANNELS[-1]:

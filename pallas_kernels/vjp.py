@@ -12,7 +12,7 @@ from kda_jax.ops.gates import Decay, l2_normalize, write_strength
 from kda_jax.ops.packing import Alignment, Packing, align, plan_cu_seqlens
 from kda_jax.ops.prepare import select_valid
 from kda_jax.ops.types import RESULT_NAMES, Beta, Keys, LogDecay, Queries, State, Values
-from pallas_kernels.activation import RAW_INERT, RAW_RESET, Activation
+from pallas_kernels.activation import RAW_INERT, RAW_RESET, RESET, Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
@@ -20,7 +20,6 @@ from pallas_kernels.inputs import CHUNK
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
-RESET = -1e4  # a log decay that leaves exactly nothing
 # For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; with these
 # too, nothing before them.
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
@@ -48,7 +47,8 @@ def kda_mosaic(
     value head and those of beta (K = V = 128, as many key heads, beta in float32: 1284). Where
     `backward.unsupported_reason` gives a reason, it is that of the chunk form in XLA. A state is reset by a decay of
     exactly 0, to which no `g_min` applies; with `cu_seqlens` the tokens are copied to where each sequence begins a
-    chunk. Other numbers of channels than the kernels' are filled up with zeros.
+    chunk. Other numbers of channels than the kernels' are filled up with zeros. q, k and v of float32 are rounded to
+    bfloat16, whose accuracy the results then have; so have the gradients of float16 inputs (`backward`).
 
     Args:
       states_every: also return the state after every so many tokens, a multiple of 64, but with `cu_seqlens`; gradients
@@ -65,11 +65,10 @@ def kda_mosaic(
         raise ValueError(f"states_every must be 0 or a multiple of {CHUNK}, got {states_every}")
     if every and packing is not None and packing.cu_seqlens is not None:
         raise ValueError(f"states_every must be 0 with cu_seqlens, got {states_every}")
-    g = g.astype(jnp.float32)
+    g, resets = g.astype(jnp.float32), False
     if packing is not None and packing.reset is not None:
-        g = jnp.where(packing.reset[..., None, None], RESET, g)
-        g_min = None  # a reset keeps no promise
-    static = _Static(float(scale), g_min, config, interpret, every=every)
+        g, resets = jnp.where(packing.reset[..., None, None], RESET, g), True
+    static = _Static(float(scale), g_min, config, interpret, resets=resets, every=every)
     return _run_packed(static, packing, (q, k, v, g, beta), initial_state)
 
 
@@ -95,9 +94,8 @@ def kda_raw_mosaic(
     decay's parameters. Packed inputs without backward kernels are activated in XLA.
     """
     resets = packing is not None and packing.reset is not None
-    activation = Activation(decay.lower_bound, bool(negative_eigenvalues), resets)
-    g_min = None if resets else decay.lower_bound
-    static = _Static(float(scale), g_min, config, interpret, activation=activation)
+    activation = Activation(decay.lower_bound, bool(negative_eigenvalues))
+    static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation, resets=resets)
     inputs, parameters = (q, k, v, g_raw, beta_raw), (decay.A_log, decay.dt_bias)
     if packing is not None and unsupported_reason(k, scale) is not None:
         activated = select_valid(packing, *_activate(static, *inputs, *parameters))
@@ -119,6 +117,7 @@ class _Static(NamedTuple):
     has_state: bool = False
     packed: bool = False  # the only row holds several sequences, the last input their spans
     activation: Activation | None = None  # the inputs are raw, the last two the decay's parameters
+    resets: bool = False  # in the place of decays
     every: int = 0  # chunks from one returned state to the next
 
     def axes(self) -> tuple[str, str]:
@@ -239,7 +238,8 @@ def _kda_backward(
 
     def chunk_form(*inputs: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, g, beta, *state = inputs if static.activation is None else _activate(static, *inputs)
-        options: dict[str, Any] = {"scale": static.scale, "g_min": static.g_min}
+        g_min = None if static.resets else static.g_min  # which a reset does not keep
+        options: dict[str, Any] = {"scale": static.scale, "g_min": g_min}
         if spans is not None:
             ends = CHUNK * (spans[:, 0] + spans[:, 1])
             options["packing"] = plan_cu_seqlens(jnp.pad(ends, (1, 0)), v.shape[1])
@@ -271,7 +271,7 @@ def _activate(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
 def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
     """The forward pass of one device."""
     options = _options(static, inputs)
-    return forward(*static.split(inputs), activation=static.activation, every=static.every, **options)
+    return forward(*static.split(inputs), every=static.every, **options)
 
 
 def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -279,7 +279,7 @@ def _local_backward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...
     *inputs, do, dstate = arrays
     tokens, state, spans, decay = static.split(tuple(inputs))
     options = _options(static, arrays)
-    return backward(tokens, state, (do, dstate), spans, decay, activation=static.activation, **options)
+    return backward(tokens, state, (do, dstate), spans, decay, **options)
 
 
 def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
@@ -287,4 +287,5 @@ def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     _, state, *_ = static.split(arrays)
     sequences = B if state is None else state.shape[0]
     config = static.config or default_config(sequences * HV, arrays[0].shape[3], V, -(-T // CHUNK))
-    return {"scale": static.scale, "g_min": static.g_min, "config": config, "interpret": static.interpret}
+    names = "scale", "g_min", "activation", "resets", "interpret"
+    return {"config": config, **{name: getattr(static, name) for name in names}}

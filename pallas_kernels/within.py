@@ -10,13 +10,14 @@ first half times the second half's last U. A pair (i, j) is counted at the one l
 the second and j in the first half of a run of 2 s, as (q_i U_i) (k_j D_j) with both factors at most 1.
 
 Dense: one product (q_i U_i) (k_j / U_j). With g >= -5 the exponents stay within 80 of 88 nats, in float32 and
-bfloat16 alike.
+bfloat16 alike. At a reset of the state e is any bounded number, and masks leave out what crosses it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fragments as fr
@@ -41,6 +42,14 @@ def decayed(x: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
 def _places() -> tuple[jax.Array, jax.Array, jax.Array]:
     """Row and column within a half of a stacked array, and which are its query rows."""
     return iota(0, 16) & 7, iota(1, 16) & 7, (iota(0, 16) & 8) == 0
+
+
+def _products(x: jax.Array, interpret: bool) -> jax.Array:
+    """Of every block's rows up to a row."""
+    row = iota(0, x.shape[1])
+    for s in (1, 2, 4):
+        x = jnp.where((row & s) == s, x * fr.sibling_end(x, s, interpret=interpret), x)
+    return fr.by_half(x, x * fr.sibling_end(x, 8, interpret=interpret), interpret=interpret)
 
 
 class Exact:
@@ -82,9 +91,32 @@ class Exact:
         return fr.unstack(stacked, crossed, interpret=interpret)
 
 
+class Masks(NamedTuple):
+    """What resets of the state inside blocks leave, for `Dense`. All columns of an array are the same."""
+
+    unreset: jax.Array  # [64] float32: 1 if there is none from the block's start to the row, else 0
+    kept: jax.Array  # [64] float32: 1 if there is none behind the row, else 0
+    halved: jax.Array  # [64, 16] float32: 2^-n behind n of them
+
+    @classmethod
+    def of(cls, is_reset: jax.Array, *, interpret: bool) -> "Masks":
+        """is_reset: [64, 8], whether the state before the row is."""
+        one, zero = zeros(8) + 1, zeros(8)
+        halved = _products(jnp.where(is_reset, 0.5 * one, one), interpret)
+        unreset = jnp.where(halved == 1, one, zero)
+        kept = jnp.where(halved == fr.block_end(halved, interpret=interpret), one, zero)
+        unreset, kept, row = (jnp.max(x, axis=1) for x in (unreset, kept, halved))
+        return cls(unreset, kept, lax.broadcast_in_dim(row, (rg.ROWS, rg.BLOCK), (0,)))
+
+    def apply(self, U: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """U and D of decays without resets, made 0 across them."""
+        unreset, kept = (lax.broadcast_in_dim(x, U.shape, (0,)) for x in (self.unreset, self.kept))
+        return U * unreset, D * kept
+
+
 class Dense:
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: Any, masks: Masks | None = None) -> None:
+        self.dtype, self.masks = dtype, masks
 
     def start(self) -> Totals:
         return zeros(16), zeros(8)
@@ -92,19 +124,23 @@ class Dense:
     def add(
         self, totals: Totals, q: jax.Array, k: jax.Array, e: jax.Array, interpret: bool
     ) -> tuple[Totals, jax.Array, jax.Array]:
-        stacked, crossed = totals
-        kw: dict[str, Any] = {"interpret": interpret}
-        row = iota(0, q.shape[1])
-        U = e
-        for s in (1, 2, 4):
-            U = jnp.where((row & s) == s, U * fr.sibling_end(U, s, **kw), U)
-        U = fr.by_half(U, U * fr.sibling_end(U, 8, **kw), **kw)
-        inverse = fr.reciprocal(U, **kw)
-        left, right = (decayed(q, U, self.dtype), decayed(k, U, self.dtype)), decayed(k, inverse, self.dtype)
-        totals = fr.stacked_scores(stacked, *left, right, **kw), fr.crossed_scores(crossed, *left, right, **kw)
-        return totals, U, fr.block_end(U, **kw) * inverse
+        U = _products(e, interpret)
+        inverse = fr.reciprocal(U, interpret=interpret)
+        totals = self._scores(totals, q * U, k * U, k * inverse, interpret)
+        D = fr.block_end(U, interpret=interpret) * inverse
+        return totals, *((U, D) if self.masks is None else self.masks.apply(U, D))
 
     def finish(self, totals: Totals, interpret: bool) -> tuple[jax.Array, jax.Array]:
         stacked, crossed = totals
+        if self.masks is not None:  # a channel that halves at resets gives 16 to rows of one segment, else at most 8
+            x = self.masks.halved
+            same, same_crossed = self._scores(self.start(), x, x, fr.reciprocal(x, interpret=interpret), interpret)
+            stacked = jnp.where(same >= rg.BLOCK, stacked, zeros(16))
+            crossed = jnp.where(same_crossed >= rg.BLOCK, crossed, zeros(8))
         r, c, queries = _places()
         return fr.unstack(jnp.where((r > c) | ((r == c) & queries), stacked, zeros(16)), crossed, interpret=interpret)
+
+    def _scores(self, totals: Totals, q: jax.Array, k: jax.Array, right: jax.Array, interpret: bool) -> Totals:
+        operands = [x.astype(self.dtype) for x in (q, k, right)]
+        pieces = fr.stacked_scores, fr.crossed_scores
+        return tuple(add(total, *operands, interpret=interpret) for add, total in zip(pieces, totals, strict=True))

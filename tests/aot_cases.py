@@ -38,12 +38,13 @@ def cases() -> Iterator[Case]:
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
         state = ((B, H, K, V), f32)
-        for bounded in (False, True)[: 1 + (dtype == jnp.bfloat16)]:
+        variants = [(False, False), (True, False), (True, True)]  # the last where it is used most, and tightest
+        for bounded, resets in variants[: 1 if dtype == jnp.float16 else 2 + ((K, V) in ((128, 128), (256, 256)))]:
             raw = Raw(Activation(-5.0 if bounded else None, True), dtype, T)
             gates = [(qk, dtype), ((B, T, H), f32), ((H,), f32), ((H, K), f32)]
             for given, arrays in ((None, inputs), (raw, [*inputs[:3], *gates])):
-                name = label + " bounded" * bounded + " raw" * (given is not None)
-                problem = Problem(qk, v, dtype, bounded, given)
+                name = label + " bounded" * bounded + ", resets" * resets + " raw" * (given is not None)
+                problem = Problem(qk, v, dtype, bounded, given, resets)
                 yield f"prepare {name}", make_prepare(problem), arrays
                 if V <= 128 and K <= SHARED_KEYS:
                     options = {"scale": K**-0.5, "has_state": True}
@@ -78,16 +79,16 @@ def backward_cases() -> Iterator[Case]:
             scan = make_backward_scan(B, v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
             arrays = [((B, 3), jnp.int32), *prepared, *[((B, H, K, V), f32)] * 2]
             yield f"backward scan {label}, {warpgroups} warpgroups", scan, arrays
-        chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5)
+        chunk = make_backward_chunk(Problem(qk, v, dtype, False), scale=K**-0.5)
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
         for bound, resets in [(None, False), (-5.0, False), (-5.0, True)][: 2 + (K == V)]:
-            raw = Raw(Activation(bound, True, resets), dtype, T)
+            problem = Problem(qk, v, dtype, bound is not None, Raw(Activation(bound, True), dtype, T), resets)
             bounded = " bounded" * (bound is not None) + ", resets" * resets
-            prepare = make_prepare(Problem(qk, v, dtype, bound is not None and not resets, raw), inverse=True)
+            prepare = make_prepare(problem, inverse=True)
             gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
             yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
-            chunk = make_backward_chunk(qk, v, dtype, scale=K**-0.5, raw=raw)
+            chunk = make_backward_chunk(problem, scale=K**-0.5)
             arrays = [*inputs[:2], *gates, *[(v, dtype)] * 3, states, states, *parameters, ((B * H, 2, T), f32)]
             yield f"backward chunk {label}{bounded} raw", chunk, arrays
 

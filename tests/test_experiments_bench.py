@@ -225,6 +225,12 @@ def test_a_peer_that_is_not_installed_is_refused(monkeypatch):
         settings(peer_names=["absent"])
 
 
+@pytest.mark.parametrize(("dtype", "implementation"), [("float32", "chunk"), ("bfloat16", "mosaic_gpu")])
+def test_the_default_implementation_does_not_round(monkeypatch, dtype, implementation):
+    monkeypatch.setattr(versions, "refusal", lambda name, dtype: None)
+    assert settings(implementations=None, dtype=dtype).implementations == [implementation]
+
+
 def test_defaults_of_a_cpu():
     chosen = settings(shapes=None, implementations=None, dtype=None)
     assert (chosen.shapes, chosen.implementations, chosen.dtype) == ([(1, 1024, 4)], ["chunk"], "float32")

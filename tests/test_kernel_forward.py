@@ -139,7 +139,7 @@ def specs(K=128, V=128, T=64, dtype=jnp.bfloat16, g=jnp.float32):
     [
         (specs(K=320), "key channels must be at most 256, for the registers, got 320"),
         (specs(V=320), "value channels must be at most 256, got 320"),
-        (specs(dtype=jnp.float32), "share a dtype"),
+        (specs(dtype=np.float64), "share a dtype"),
         (specs(g=np.float64), "at most 32 bits"),
         (specs(T=0), "must not be empty"),
     ],

@@ -30,7 +30,7 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, every, config, interpret):
+    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, resets, every, config, interpret):
         assert activation is None
         q, k, v, g, beta = inputs
         if initial_state is None:
@@ -38,19 +38,19 @@ def stand_in(monkeypatch):
         packing = None
         if sequences is not None:
             packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
-        options = {"scale": scale, "g_min": g_min, "packing": packing}
+        options = {"scale": scale, "g_min": None if resets else g_min, "packing": packing}
         o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)
         if not every:
             return o, final_state
         return o, final_state, jnp.concatenate([states[:, every - 1 : -1 : every], final_state[:, None]], axis=1)
 
-    def backward(inputs, initial_state, cotangents, sequences, decay, *, scale, g_min, activation, config, interpret):
+    def backward(inputs, initial_state, cotangents, sequences, decay, *, activation, config, interpret, **options):
         assert activation is None
 
         def chunk_form(*arrays):
             *inputs, state = arrays if initial_state is not None else (*arrays, None)
-            options = {"scale": scale, "g_min": g_min, "activation": None, "every": 0}
-            return forward(inputs, state, sequences, (), **options, config=config, interpret=None)
+            tuning = {"config": config, "interpret": interpret}
+            return forward(inputs, state, sequences, (), **options, activation=None, every=0, **tuning)
 
         state = () if initial_state is None else (initial_state,)
         return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
@@ -97,14 +97,16 @@ def check_gradients(rng):
 
 
 def test_gradients_without_backward_kernels_are_those_of_the_chunk_form(rng, monkeypatch):
-    monkeypatch.setattr(vjp, "unsupported_reason", unsupported_reason)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: "no backward kernels")
     monkeypatch.setattr(vjp, "backward", None)
-    wide, narrow = (jax.ShapeDtypeStruct((B, T, H, keys), jnp.bfloat16) for keys in (256, 192))
-    assert "bfloat16, got float32" in unsupported_reason(jax.ShapeDtypeStruct(wide.shape, jnp.float32), SCALE)
+    check_gradients(rng)
+
+
+def test_what_has_no_backward_kernels():
+    wide, narrow = (jax.ShapeDtypeStruct((B, T, H, keys), jnp.float16) for keys in (256, 192))
     assert "192 key channels, got 256" in unsupported_reason(wide, SCALE)
     assert "scale" in unsupported_reason(narrow, 0.0)
     assert unsupported_reason(narrow, SCALE) is None
-    check_gradients(rng)
 
 
 def test_gradients_of_every_input(rng):

@@ -21,13 +21,13 @@ def _mosaic_gpu(*inputs, chunk_size, **options):
 _IMPLEMENTATIONS: dict[str, Callable] = {"mosaic_gpu": _mosaic_gpu, "chunk": kda_chunk}
 
 
-def _unsupported_reason(name, inputs, chunk_size):
-    """Why the named implementation cannot run on these inputs here, or None."""
+def _unsupported_reason(name, asked_for, inputs, chunk_size):
+    """Why the named implementation cannot run on these inputs here, or None; only one asked for may round them."""
     if name != "mosaic_gpu":
         return None
     from pallas_kernels.support import unsupported_reason
 
-    return unsupported_reason(*inputs, states_every=chunk_size)
+    return unsupported_reason(*inputs, rounded=asked_for, states_every=chunk_size)
 
 
 def kda_with_states(
@@ -61,7 +61,8 @@ def kda_with_states(
     names = check_names(implementation, _IMPLEMENTATIONS)
 
     def run(*inputs, **options):
-        name = first_supported(names, lambda name: _unsupported_reason(name, inputs[:4], chunk_size))
+        asked_for = implementation is not None
+        name = first_supported(names, lambda name: _unsupported_reason(name, asked_for, inputs[:4], chunk_size))
         return _IMPLEMENTATIONS[name](*inputs, **options)
 
     o, final_state, states = run_sequence(
