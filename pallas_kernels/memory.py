@@ -152,6 +152,18 @@ def fence_copies() -> None:
     piece()
 
 
+def count_up(semaphore: Any) -> None:
+    """semaphore += 1, for what this block has read: what it wrote may come later, which spares the wait for it that
+    `plgpu.semaphore_signal` has.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def piece(_, ref):
+        utils.SemaphoreRef(utils.memref_ptr(ref)).signal(1, relaxed=True, memory_scope="gpu")
+
+    piece(semaphore)
+
+
 def store_rows(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     """ref [64] in global memory = any column of float32 x [64, n], which are all the same."""
     if interpret:

@@ -6,7 +6,10 @@ L2. Every block is one warpgroup with half of a multiprocessor's shared memory, 
 side.
 
 Blocks of `prepare` count the chunks done, segment by segment, and the scan waits for a segment to be complete. It
-waits with its blocks resident, so there must be fewer of them than there is room for: `SCAN_BLOCKS` at most.
+waits with its blocks resident, so there must be fewer of them than there is room for: `SCAN_BLOCKS` at most. What is
+handed over has places for `RING` chunks of a head, so that L2 holds it and memory never sees it: the scan counts the
+chunks it has read, and `prepare` stores a chunk when the one in its place has been. Earlier chunks wait for none that
+begins later, so one of them always goes on.
 
 The scan has no warpgroup that loads ahead. While it works on a chunk, it loads the next in two parts: w, qU and total
 when the chunk before has left their places, the others when w and u have left theirs. Arrays [64, K] share five
@@ -29,14 +32,15 @@ from pallas_kernels.memory import tile
 from pallas_kernels.scan import ROWS, Operands, Recurrence, bounce_types, store
 from pallas_kernels.within import zeros
 
-SEGMENT = 4  # chunks the scan waits for at once: a wait costs it a reading of global memory
+SEGMENT = 2  # chunks the scan waits for at once: a wait costs it a reading of global memory
+RING = 8  # chunks; the last six are being prepared at any time, and those of 32 heads take 19 of L2's 50 MB
 WIDE, NARROW = 5, 3  # places in shared memory
 f32 = jnp.float32
 
 
 def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, interpret: Any = None) -> Any:
     """The kernel (the inputs of the problem, state [B, HV, K, V] float32 if `has_state`) -> o [B, T, HV, V], final
-    state [B, HV, K, V] float32, the results of `prepare`.
+    state [B, HV, K, V] float32, and the results of `prepare` as they were handed over.
 
     Raises:
       ValueError: B HV V / 64 blocks of the scan are more than `SCAN_BLOCKS`.
@@ -47,18 +51,32 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
     if scans > SCAN_BLOCKS:
         raise ValueError(f"B HV V / {ROWS} must be at most {SCAN_BLOCKS} for the stages to overlap, got {scans}")
     segments = pl.cdiv(chunks, SEGMENT)
+    # the interpreter, whose scan comes last, holds all chunks
+    ring = chunks if emulated else min(RING, chunks)
+    handed_over = problem._replace(**{x: (B, ring * CHUNK, *getattr(problem, x)[2:]) for x in ("q_shape", "v_shape")})
 
     def kernel(*refs: Any) -> None:
         tokens, refs = refs[: problem.arrays], refs[problem.arrays :]
         initial_state, (o, final_state, *operands) = refs[:has_state], refs[has_state:]
         # the interpreter has no semaphores, but runs the blocks in order: there the scan's are the last
         block = lax.axis_index("block") - (heads * chunks if emulated else 0)
-        done = None if emulated else pl.get_global(plgpu.SemaphoreType.REGULAR((heads, segments)))
+        done, read = (
+            None if emulated else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+            for shape in ((heads, segments), (heads,))
+        )
 
         def prepare_chunk(*scratch: Any) -> None:
             at = block + (heads * chunks if emulated else -scans)
             n, head = lax.div(at, heads), lax.rem(at, heads)
-            prepare.run(problem, (n, lax.rem(head, HV), lax.div(head, HV)), tokens, operands, scratch, emulated)
+
+            def await_slot() -> None:
+                if read is not None:
+                    count = jnp.where(n < ring, 0, slices * (n + 2 - ring))  # a block counts step 0 too
+                    plgpu.semaphore_wait(read.at[head], count, decrement=False, memory_scope="gpu")
+                    memory.fence_copies()
+
+            where = n, lax.rem(head, HV), lax.div(head, HV)
+            prepare.run(problem, where, tokens, operands, scratch, emulated, lax.rem(n, ring), await_slot)
             plgpu.wait_smem_to_gmem(0)
             if done is not None:
                 plgpu.semaphore_signal(done.at[head, lax.div(n, SEGMENT)], memory_scope="gpu")
@@ -85,14 +103,14 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
 
             def load_early(n: jax.Array) -> None:
                 """Behind the end the last chunk again: a branch would cost the overlap."""
-                to, chunk = place(n), jnp.minimum(n, chunks - 1)
-                rows = pl.ds(chunk * CHUNK, CHUNK)
+                to, slot = place(n), lax.rem(jnp.minimum(n, chunks - 1), ring)
+                rows = pl.ds(slot * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(w.at[head, rows], to.w, early)
                 plgpu.copy_gmem_to_smem(qU.at[head, rows], to.qU, early)
-                plgpu.copy_gmem_to_smem(total.at[head, chunk], to.total, early)
+                plgpu.copy_gmem_to_smem(total.at[head, slot], to.total, early)
 
             def load_late(n: jax.Array) -> None:
-                to, rows = place(n), pl.ds(jnp.minimum(n, chunks - 1) * CHUNK, CHUNK)
+                to, rows = place(n), pl.ds(lax.rem(jnp.minimum(n, chunks - 1), ring) * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(u.at[head, rows, own_values], to.u, late)
                 plgpu.copy_gmem_to_smem(kD.at[head, rows], to.kD, late)
                 plgpu.copy_gmem_to_smem(A.at[head, rows], to.A, late)
@@ -116,6 +134,8 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
                 def meanwhile() -> None:
                     put(previous, n - 1)
                     load_early(n + 1)
+                    if read is not None:  # the chunk before, all of which has arrived
+                        memory.count_up(read.at[head])
 
                 def values() -> jax.Array:
                     plgpu.barrier_wait(late)
@@ -155,7 +175,7 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
         out_type=[
             jax.ShapeDtypeStruct(problem.v_shape, dtype),
             jax.ShapeDtypeStruct((B, HV, K, V), f32),
-            *prepare.results(problem),
+            *prepare.results(handed_over),
         ],
         grid=(scans + heads * chunks,),
         grid_names=("block",),

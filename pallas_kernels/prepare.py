@@ -16,7 +16,7 @@ warp's rows, `within` gives the scores; between the four blocks the factor is (U
 between) (D_j of j's block), each at most 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -147,9 +147,11 @@ def run(
     outputs: Sequence[Any],
     scratch: Sequence[Any],
     emulated: bool,
+    slot: Any = None,
+    await_slot: Callable[[], None] = lambda: None,
 ) -> None:
     """One chunk, of place (chunk, value head, row of the batch), from and to global memory. The stores are on their way
-    at the end.
+    at the end. slot: the chunk's place in the outputs, by default its own; await_slot: called before the first store.
     """
     (_, T, H, _), HV, dtype, raw = problem.q_shape, problem.v_shape[2], problem.dtype, problem.raw
     n, h, b = place
@@ -159,7 +161,8 @@ def run(
     qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
     gs, (vs, exchange) = gs_vs
     operand, X_rest = operands
-    rows = pl.ds(n * CHUNK, CHUNK)
+    slot = n if slot is None else slot
+    rows, rows_out = (pl.ds(chunk * CHUNK, CHUNK) for chunk in (n, slot))
     head = b * HV + h
 
     key_head = lax.div(h, HV // H)
@@ -182,17 +185,18 @@ def run(
         given = Parameters(jnp.exp(parameters[0][h]), ends.at[BIAS], (inverse_norms(qs), inverse_norms(ks)))
         for target in norms_out:
             for i, norm in enumerate(given.norms):
-                memory.store_rows(target.at[head, i, rows], norm, interpret=emulated)
+                memory.store_rows(target.at[head, i, rows_out], norm, interpret=emulated)
     read = reader(problem, qs, ks, gs, n * CHUNK, given, interpret=emulated)
     tiles = Tiles(qs, ks, kUs, ends, operand)
     within = within_blocks(problem, gs, interpret=emulated)
     (q_own, k_own), between = scores(tiles, read, within, emulated)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(qs, qU.at[head, rows])
-    plgpu.copy_smem_to_gmem(ks, kD.at[head, rows])
     # 4. v takes the place of g
     plgpu.copy_gmem_to_smem(v.at[b, rows, h], vs, v_loaded)
-    plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, n])
+    await_slot()
+    plgpu.copy_smem_to_gmem(qs, qU.at[head, rows_out])
+    plgpu.copy_smem_to_gmem(ks, kD.at[head, rows_out])
+    plgpu.copy_smem_to_gmem(ends.at[TABLE - 1], total.at[head, slot])
     block = iota(0, rg.BLOCK) >> 4
     by_distance = [q_own, *(x for x, _ in between)]
     columns = [_choose(block, {c + d: by_distance[d] for d in range(4 - c)}) for c in range(4)]
@@ -205,9 +209,9 @@ def run(
     Xs[...] = high = X_chunk.astype(dtype)
     X_rest[...] = (X_chunk - high.astype(f32)).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(As, A.at[head, rows])
+    plgpu.copy_smem_to_gmem(As, A.at[head, rows_out])
     for target in XT:
-        plgpu.copy_smem_to_gmem(Xs, target.at[head, rows])
+        plgpu.copy_smem_to_gmem(Xs, target.at[head, rows_out])
 
     # 6. w = X (k U), u = X v
     def product(operand: Any) -> jax.Array:
@@ -224,7 +228,7 @@ def run(
         plgpu.commit_smem()  # every warp has read its operand
         chunk[...] = result
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(chunk, target.at[head, rows])
+        plgpu.copy_smem_to_gmem(chunk, target.at[head, rows_out])
 
 
 def make_prepare(problem: Problem, *, inverse: bool = False, interpret: Any = None) -> Any:
