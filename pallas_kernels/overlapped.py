@@ -7,9 +7,10 @@ side.
 
 Blocks of `prepare` count the chunks done, segment by segment, and the scan waits for a segment to be complete. It
 waits with its blocks resident, so there must be fewer of them than there is room for: `SCAN_BLOCKS` at most. What is
-handed over has places for `RING` chunks of a head, so that L2 holds it and memory never sees it: the scan counts the
-chunks it has read, and `prepare` stores a chunk when the one in its place has been. Earlier chunks wait for none that
-begins later, so one of them always goes on.
+handed over has places for `RING` chunks of a head, so that L2 holds it and memory never sees it: the blocks of the scan
+count, place by place, the chunks they have read, and `prepare` stores a chunk when all have read those before it in its
+place. (One count for all places would not tell a block that is ahead from one that is behind.) Earlier chunks wait for
+none that begins later, so one of them always goes on.
 
 The scan has no warpgroup that loads ahead. While it works on a chunk, it loads the next in two parts: w, qU and total
 when the chunk before has left their places, the others when w and u have left theirs. Arrays [64, K] share five
@@ -62,21 +63,21 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
         block = lax.axis_index("block") - (heads * chunks if emulated else 0)
         done, read = (
             None if emulated else pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
-            for shape in ((heads, segments), (heads,))
+            for shape in ((heads, segments), (heads, ring))
         )
 
         def prepare_chunk(*scratch: Any) -> None:
             at = block + (heads * chunks if emulated else -scans)
             n, head = lax.div(at, heads), lax.rem(at, heads)
+            slot, earlier = lax.rem(n, ring), lax.div(n, ring)
 
             def await_slot() -> None:
                 if read is not None:
-                    count = jnp.where(n < ring, 0, slices * (n + 2 - ring))  # a block counts step 0 too
-                    plgpu.semaphore_wait(read.at[head], count, decrement=False, memory_scope="gpu")
+                    plgpu.semaphore_wait(read.at[head, slot], slices * earlier, decrement=False, memory_scope="gpu")
                     memory.fence_copies()
 
             where = n, lax.rem(head, HV), lax.div(head, HV)
-            prepare.run(problem, where, tokens, operands, scratch, emulated, lax.rem(n, ring), await_slot)
+            prepare.run(problem, where, tokens, operands, scratch, emulated, slot, await_slot)
             plgpu.wait_smem_to_gmem(0)
             if done is not None:
                 plgpu.semaphore_signal(done.at[head, lax.div(n, SEGMENT)], memory_scope="gpu")
@@ -134,8 +135,6 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
                 def meanwhile() -> None:
                     put(previous, n - 1)
                     load_early(n + 1)
-                    if read is not None:  # the chunk before, all of which has arrived
-                        memory.count_up(read.at[head])
 
                 def values() -> jax.Array:
                     plgpu.barrier_wait(late)
@@ -144,6 +143,8 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
                 def behind() -> None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the place of the outputs; all warps are here
                     load_late(n + 1)
+                    if read is not None:  # all of the chunk has arrived
+                        memory.count_up(read.at[head, lax.rem(n, ring)])
 
                 S, out = recurrence.step(S, chunk, values, meanwhile, behind)
                 return S, out
