@@ -117,7 +117,7 @@ def within_blocks(problem: Problem, g: Any, *, interpret: bool) -> Exact | Dense
         return Exact(problem.dtype)
     if not problem.masked:
         return Dense(problem.dtype)
-    x = load(g.at[:, pl.ds(0, GROUP)])[:, :8].astype(f32)  # a reset is one in every channel
+    x = load(g.at[:, pl.ds(0, GROUP)])[:, :8].astype(f32)  # a reset is one in every channel that fills up none
     is_reset = x < RESET / 2 if problem.raw is None else x > RAW_RESET / 2
     return Dense(problem.dtype, Masks.of(is_reset, interpret=interpret))
 

@@ -100,12 +100,12 @@ class Masks(NamedTuple):
 
     @classmethod
     def of(cls, is_reset: jax.Array, *, interpret: bool) -> "Masks":
-        """is_reset: [64, 8], whether the state before the row is."""
+        """is_reset: [64, 8], whether the state before the row is, in one column or more."""
         one, zero = zeros(8) + 1, zeros(8)
         halved = _products(jnp.where(is_reset, 0.5 * one, one), interpret)
         unreset = jnp.where(halved == 1, one, zero)
         kept = jnp.where(halved == fr.block_end(halved, interpret=interpret), one, zero)
-        unreset, kept, row = (jnp.max(x, axis=1) for x in (unreset, kept, halved))
+        unreset, kept, row = (jnp.min(x, axis=1) for x in (unreset, kept, halved))
         return cls(unreset, kept, lax.broadcast_in_dim(row, (rg.ROWS, rg.BLOCK), (0,)))
 
     def apply(self, U: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -100,6 +100,15 @@ def test_outputs(rng, route, raw):
     check(got, oracle(raw, inputs, segments()), OUTPUTS, lambda name: FORWARD["bfloat16"])
 
 
+def test_few_key_channels(rng):
+    """Channels that fill up the kernels' know of no reset."""
+    (q, k, v, g, beta, state), _ = draw(rng, raw=False)
+    inputs = *(x[..., :5] for x in (q, k)), v, g[..., :5], beta, state[:, :, :5]
+    got = jax.jit(kernels(False, segments()))(*inputs)
+    want = oracle(False, inputs, segments(), scale=K**-0.5)
+    check(got, want, OUTPUTS, lambda name: FORWARD["bfloat16"])
+
+
 @pytest.mark.parametrize("raw", [False, True], ids=["activated", "raw"])
 def test_gradients(rng, raw):
     inputs, (do, dstate) = draw(rng, raw)
