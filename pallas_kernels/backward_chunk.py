@@ -109,44 +109,43 @@ def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
     return Block(U, D, dq, dk, dg)
 
 
-def between_runs(blocks: list[Block], n: int, chunk: Chunk) -> list[Block]:
-    """What the pairs of an odd run of n blocks and the even run before it add."""
-    kw = {"interpret": chunk.interpret}
-    odd = [b & n == n for b in range(BLOCKS)]
-    F = [x.U if o else x.D for x, o in zip(blocks, odd, strict=True)]
-    kF = [times(chunk.load(chunk.k, b), F[b]) for b in range(BLOCKS)]
-    qF = {b: times(chunk.load(chunk.q, b), F[b]) for b in range(BLOCKS) if odd[b]}
-    ends = [lv.block_end(x.U, **kw) for x in blocks]
+def between_halves(blocks: list[Block], first: int, chunk: Chunk) -> list[Block]:
+    """What the pairs of the two halves of a run of blocks add; first: the run's first."""
+    kw, n = {"interpret": chunk.interpret}, len(blocks) // 2
+    places = range(first, first + 2 * n)
+    F = [x.D for x in blocks[:n]] + [x.U for x in blocks[n:]]
+    kF = [times(chunk.load(chunk.k, b), f) for b, f in zip(places, F, strict=True)]
+    qF = [times(chunk.load(chunk.q, b), f) for b, f in zip(places[n:], F[n:], strict=True)]
+    ends = [lv.block_end(half[-1].U, **kw) for half in (blocks[n:], blocks[:n])]  # of the other half
     dg, out = [x.dg for x in blocks], []
-    for b, x in enumerate(blocks):
+    for i, x in enumerate(blocks):
         p = t = zeros(BLOCK)
-        for c in range(BLOCKS):
-            if (b ^ c).bit_length() != n.bit_length():
-                continue
-            X, Y = chunk.scores(c, b)
-            if odd[b]:
-                p, t = lv.add_products(p, Factor(kF[c], X), **kw), lv.add_products(t, Factor(kF[c], Y), **kw)
+        later = i >= n
+        for j in range(0, n) if later else range(n, 2 * n):
+            X, Y = chunk.scores(places[j], places[i])
+            if later:
+                p, t = lv.add_products(p, Factor(kF[j], X), **kw), lv.add_products(t, Factor(kF[j], Y), **kw)
             else:
-                t = lv.add_products(t, Factor(kF[c], Y), Factor(qF[c], X), **kw)
-        moved, dk, grown = times(kF[b], t), x.dk + F[b] * t, F[b] * ends[(b ^ n) | (n - 1)]
-        if odd[b]:
-            moved = times(qF[b], p) + moved
-            out.append(x._replace(dq=x.dq + F[b] * p, dk=dk, U=grown))
+                t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j - n], X), **kw)
+        moved, dk, grown = times(kF[i], t), x.dk + F[i] * t, F[i] * ends[later]
+        if later:
+            moved = times(qF[i - n], p) + moved
+            out.append(x._replace(dq=x.dq + F[i] * p, dk=dk, U=grown))
         else:
             out.append(x._replace(dk=dk, D=grown))
-        dg = add_sums(dg, moved, b, n, odd[b], chunk.interpret)
+        half = slice(n, None) if later else slice(n)
+        dg[half] = add_sums(dg[half], moved, i % n, later, chunk.interpret)
     return [x._replace(dg=y) for x, y in zip(out, dg, strict=True)]
 
 
-def add_sums(totals: list[jax.Array], x: jax.Array, b: int, n: int, later: bool, interpret: bool) -> list[jax.Array]:
-    """totals of the blocks + what block b, x, adds to sums over a run of n blocks: from the token to the run's end if
+def add_sums(totals: list[jax.Array], x: jax.Array, b: int, later: bool, interpret: bool) -> list[jax.Array]:
+    """totals of a run of blocks + what its block b, x, adds to sums over the run: from the token to the run's end if
     `later`, else from the run's start to before the token.
     """
     out = list(totals)
     out[b] = lv.add_sums(totals[b], x, BLOCK, later=later, interpret=interpret)
-    for c in range(BLOCKS):
-        if c // n == b // n and c != b and (c < b) == later:
-            out[c] = lv.add_total(totals[c], x, interpret=interpret)
+    for c in range(b) if later else range(b + 1, len(totals)):
+        out[c] = lv.add_total(totals[c], x, interpret=interpret)
     return out
 
 
@@ -200,8 +199,9 @@ def make_backward_chunk(
             dq, dk, dg, dbeta, *scratch = refs
         else:
             A_log, dt_bias, norms, dq, dk, dg, dbeta, dA_log, ddt_bias, exchange, *scratch = refs
-        qs, ks, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
+        keys, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
         for_gate, met = more[: len(gates)], more[len(gates) :]
+        qs, ks = (keys.at[i] for i in range(2))
         dos, vs, dvs = (values.at[i] for i in range(3))
 
         def place(zero: Any = 0) -> tuple[Any, ...]:
@@ -214,8 +214,8 @@ def make_backward_chunk(
             plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
         for source, target in ((q, qs), (k, ks)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
-        for source, target in ((S, Ss), (dS, dSs)):
-            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
+        for i, (source, target) in enumerate(((S, Ss), (dS, dSs))):
+            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states.at[i])
 
         def load_gate() -> None:
             if gate != f32:
@@ -274,13 +274,19 @@ def make_backward_chunk(
         if raw is None:
             plgpu.barrier_wait(for_keys)
         chunk = Chunk(qs, ks, X, Y, emulated)
-        blocks = [within_block(b, x, chunk) for b, x in enumerate(_columns(e))]
-        for run in (1, 2):
-            blocks = between_runs(blocks, run, chunk)
+        blocks: list[Block] = []
+        for b, x in enumerate(_columns(e)):
+            blocks.append(within_block(b, x, chunk))
+            rg.boundary(**kw)
+            for n in (2, 4):
+                if (b + 1) % n == 0:
+                    blocks[-n:] = between_halves(blocks[-n:], b + 1 - n, chunk)
+                    rg.boundary(**kw)
 
         # 3. through the states
-        plgpu.barrier_wait(for_states)
+        plgpu.barrier_wait(for_states.at[0])
         zero = rg.opaque_zero(**kw)
+        qs, ks = (keys.at[i + zero] for i in range(2))
         dos, vs, dvs = (values.at[i + zero] for i in range(3))
         n, b, h, head, part, rows, channels = place(zero)  # addresses again rather than kept
 
@@ -295,19 +301,21 @@ def make_backward_chunk(
             return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
 
         dg_blocks = [x.dg for x in blocks]
+        results = [gradients.at[i + zero] for i in (0, 1)]  # in the place of values
         y = through(Ss.T, dos.T, scale, "U")
-        dq_chunk, later = gathered("dq", y).astype(dtype), moved(qs, y)
+        plgpu.commit_smem()  # all warps are done with do
+        results[0].T[...], later = gathered("dq", y).astype(dtype), moved(qs, y)
         y = through(Ss.T, dvs.T, -1.0, "U")
         dk_chunk, later = gathered("dk", y), later + moved(ks, y)
         for i, x in enumerate(_columns(later)):
-            dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, True, emulated)
+            dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
+        plgpu.barrier_wait(for_states.at[1])
         y = through(dSs.T, vs.T, scale, "D")
         dk_chunk, earlier = (dk_chunk + y).astype(dtype), moved(ks, y)
         for i, x in enumerate(_columns(earlier)):
-            dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, False, emulated)
+            dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
         plgpu.commit_smem()
-        results = [gradients.at[i] for i in (0, 1)]  # in the place of values
-        results[0].T[...], results[1].T[...] = dq_chunk, dk_chunk
+        results[1].T[...] = dk_chunk
         plgpu.commit_smem()
 
         def store_keys() -> None:
@@ -378,7 +386,7 @@ def make_backward_chunk(
         ],
         **grid,
         scratch_types=[
-            *[tile((CHUNK, CHANNELS), dtype, CHANNELS)] * 2,
+            tile((2, CHUNK, CHANNELS), dtype, CHANNELS),
             plgpu.RefUnion(tile((3, CHUNK, V), dtype, 64), tile((2, CHUNK, CHANNELS), dtype, CHANNELS)),
             *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
             plgpu.RefUnion(
@@ -386,7 +394,8 @@ def make_backward_chunk(
                 [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
             ),
             plgpu.Barrier(num_arrivals=3),
-            *[plgpu.Barrier(num_arrivals=2)] * 2,
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=2),
             *[plgpu.Barrier()] * (gate != f32),
             *[plgpu.ClusterBarrier(collective_axes=("part",))] * (raw is not None),
         ],

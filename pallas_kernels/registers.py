@@ -121,6 +121,19 @@ def opaque_zero(*, interpret: bool) -> jax.Array:
     return piece()
 
 
+def boundary(*, interpret: bool) -> None:
+    """Nothing, but a branch that is never taken: the compiler moves no arithmetic across and keeps nothing loaded."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def piece(_):
+        ptx = "{ .reg .pred p; .reg .u32 n; mov.u32 n, %nctaid.x; setp.eq.u32 p, n, 0; @p trap; }"
+        llvm.inline_asm(None, [], ptx, "~{memory}", has_side_effects=True)
+
+    piece()
+
+
 def blocks(x: jax.Array) -> jax.Array:
     """[64, n] -> [4, 16, n], for the twins."""
     return x.astype(jnp.float32).reshape(ROWS // BLOCK, BLOCK, -1)
