@@ -44,6 +44,8 @@ from pallas_kernels.within import iota, zeros
 CHANNELS = rg.ROWS  # key channels of a kernel's block
 BLOCK = rg.BLOCK
 BLOCKS = CHUNK // BLOCK
+import os
+LS,LB,AFTER,MERGE = eval(os.environ.get("SPLIT","((),(),(0,1,2,3),(0,1,2,3))"))
 f32 = jnp.float32
 
 
@@ -106,36 +108,43 @@ def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
         dg = lv.add_sums(dg, times(qF, p) + times(kF, t), s, **kw)
         grown = F * lv.sibling_end(U, s, **kw)
         U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
+        if s in LS and b in LB: rg.boundary(**kw)
     return Block(U, D, dq, dk, dg)
 
 
 def between_halves(blocks: list[Block], first: int, chunk: Chunk) -> list[Block]:
     """What the pairs of the two halves of a run of blocks add; first: the run's first."""
     kw, n = {"interpret": chunk.interpret}, len(blocks) // 2
-    places = range(first, first + 2 * n)
     F = [x.D for x in blocks[:n]] + [x.U for x in blocks[n:]]
-    kF = [times(chunk.load(chunk.k, b), f) for b, f in zip(places, F, strict=True)]
-    qF = [times(chunk.load(chunk.q, b), f) for b, f in zip(places[n:], F[n:], strict=True)]
     ends = [lv.block_end(half[-1].U, **kw) for half in (blocks[n:], blocks[:n])]  # of the other half
-    dg, out = [x.dg for x in blocks], []
-    for i, x in enumerate(blocks):
+
+    def decayed(ref: Any, i: int) -> jax.Array:
+        return times(chunk.load(ref, first + i), F[i])
+
+    kF = [decayed(chunk.k, j) for j in range(n)]
+    later, dg = [], [x.dg for x in blocks[n:]]
+    for i, x in enumerate(blocks[n:], n):
         p = t = zeros(BLOCK)
-        later = i >= n
-        for j in range(0, n) if later else range(n, 2 * n):
-            X, Y = chunk.scores(places[j], places[i])
-            if later:
-                p, t = lv.add_products(p, Factor(kF[j], X), **kw), lv.add_products(t, Factor(kF[j], Y), **kw)
-            else:
-                t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j - n], X), **kw)
-        moved, dk, grown = times(kF[i], t), x.dk + F[i] * t, F[i] * ends[later]
-        if later:
-            moved = times(qF[i - n], p) + moved
-            out.append(x._replace(dq=x.dq + F[i] * p, dk=dk, U=grown))
-        else:
-            out.append(x._replace(dk=dk, D=grown))
-        half = slice(n, None) if later else slice(n)
-        dg[half] = add_sums(dg[half], moved, i % n, later, chunk.interpret)
-    return [x._replace(dg=y) for x, y in zip(out, dg, strict=True)]
+        for j in range(n):
+            X, Y = chunk.scores(first + j, first + i)
+            p, t = lv.add_products(p, Factor(kF[j], X), **kw), lv.add_products(t, Factor(kF[j], Y), **kw)
+        moved = times(decayed(chunk.q, i), p) + times(decayed(chunk.k, i), t)
+        dg = add_sums(dg, moved, i - n, True, chunk.interpret)
+        later.append(x._replace(dq=x.dq + F[i] * p, dk=x.dk + F[i] * t))
+    later = [x._replace(U=f * ends[1], dg=y) for x, f, y in zip(later, F[n:], dg, strict=True)]
+    if 10 in MERGE: rg.boundary(**kw)
+
+    kF, qF = ([decayed(x, j) for j in range(n, 2 * n)] for x in (chunk.k, chunk.q))
+    earlier, dg = [], [x.dg for x in blocks[:n]]
+    for i, x in enumerate(blocks[:n]):
+        t = zeros(BLOCK)
+        for j in range(n):
+            X, Y = chunk.scores(first + n + j, first + i)
+            t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j], X), **kw)
+        dg = add_sums(dg, times(decayed(chunk.k, i), t), i, False, chunk.interpret)
+        earlier.append(x._replace(dk=x.dk + F[i] * t))
+    earlier = [x._replace(D=f * ends[0], dg=y) for x, f, y in zip(earlier, F[:n], dg, strict=True)]
+    return earlier + later
 
 
 def add_sums(totals: list[jax.Array], x: jax.Array, b: int, later: bool, interpret: bool) -> list[jax.Array]:
@@ -214,8 +223,8 @@ def make_backward_chunk(
             plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
         for source, target in ((q, qs), (k, ks)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
-        for i, (source, target) in enumerate(((S, Ss), (dS, dSs))):
-            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states.at[i])
+        for source, target in ((S, Ss), (dS, dSs)):
+            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
 
         def load_gate() -> None:
             if gate != f32:
@@ -238,8 +247,7 @@ def make_backward_chunk(
         if raw is None:
             e = jnp.exp2(log_decay() * LOG2E)
         else:
-            speed = jnp.exp(A_log[h])
-            e = raw.activation.decay(log_decay(), speed, **kw)
+            e = raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw)
             if raw.tokens % CHUNK:
                 e = jnp.where(is_token(), e, jnp.ones_like(e))
             plgpu.commit_smem()  # X takes the place of g
@@ -277,14 +285,14 @@ def make_backward_chunk(
         blocks: list[Block] = []
         for b, x in enumerate(_columns(e)):
             blocks.append(within_block(b, x, chunk))
-            rg.boundary(**kw)
+            if b in AFTER: rg.boundary(**kw)
             for n in (2, 4):
                 if (b + 1) % n == 0:
                     blocks[-n:] = between_halves(blocks[-n:], b + 1 - n, chunk)
-                    rg.boundary(**kw)
+                    if b in MERGE: rg.boundary(**kw)
 
         # 3. through the states
-        plgpu.barrier_wait(for_states.at[0])
+        plgpu.barrier_wait(for_states)
         zero = rg.opaque_zero(**kw)
         qs, ks = (keys.at[i + zero] for i in range(2))
         dos, vs, dvs = (values.at[i + zero] for i in range(3))
@@ -301,21 +309,21 @@ def make_backward_chunk(
             return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
 
         dg_blocks = [x.dg for x in blocks]
-        results = [gradients.at[i + zero] for i in (0, 1)]  # in the place of values
         y = through(Ss.T, dos.T, scale, "U")
-        plgpu.commit_smem()  # all warps are done with do
-        results[0].T[...], later = gathered("dq", y).astype(dtype), moved(qs, y)
+        dq_chunk, later = gathered("dq", y).astype(dtype), moved(qs, y)
+        if 11 in MERGE: rg.boundary(**kw)
         y = through(Ss.T, dvs.T, -1.0, "U")
         dk_chunk, later = gathered("dk", y), later + moved(ks, y)
         for i, x in enumerate(_columns(later)):
             dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
-        plgpu.barrier_wait(for_states.at[1])
+        if 12 in MERGE: rg.boundary(**kw)
         y = through(dSs.T, vs.T, scale, "D")
         dk_chunk, earlier = (dk_chunk + y).astype(dtype), moved(ks, y)
         for i, x in enumerate(_columns(earlier)):
             dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
         plgpu.commit_smem()
-        results[1].T[...] = dk_chunk
+        results = [gradients.at[i + zero] for i in (0, 1)]  # in the place of values
+        results[0].T[...], results[1].T[...] = dq_chunk, dk_chunk
         plgpu.commit_smem()
 
         def store_keys() -> None:
@@ -343,7 +351,7 @@ def make_backward_chunk(
             return
 
         # 4. raw inputs
-        dx, dspeed = raw.activation.decay_gradients(log_decay(), speed, dg_chunk, **kw)
+        dx, dspeed = raw.activation.decay_gradients(log_decay(), jnp.exp(A_log[h]), dg_chunk, **kw)
         if raw.tokens % CHUNK:
             dx, dspeed = (jnp.where(is_token(), x, jnp.zeros_like(x)) for x in (dx, dspeed))
         if gate == f32:
@@ -394,8 +402,7 @@ def make_backward_chunk(
                 [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
             ),
             plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=2),
+            *[plgpu.Barrier(num_arrivals=2)] * 2,
             *[plgpu.Barrier()] * (gate != f32),
             *[plgpu.ClusterBarrier(collective_axes=("part",))] * (raw is not None),
         ],
