@@ -54,13 +54,13 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _product(a: Any, b: Any) -> jax.Array:
-    """a b [64, 64] of shared memory, in float32."""
+    """a b [64, n] of shared memory, in float32."""
 
     def body(total: Any) -> jax.Array:
         plgpu.wgmma(total, a, b)
         return total[...]
 
-    return pl.run_scoped(body, plgpu.ACC((rg.ROWS, rg.ROWS), f32))
+    return pl.run_scoped(body, plgpu.ACC((rg.ROWS, b.shape[1]), f32))
 
 
 class Chunk(NamedTuple):
@@ -167,6 +167,11 @@ def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool
     return jnp.sum(jnp.where(own, total, zeros(BLOCK)), 1)
 
 
+def join(blocks: list[Block], part: str) -> jax.Array:
+    """One part of all blocks side by side."""
+    return jnp.concatenate([getattr(x, part) for x in blocks], 1)
+
+
 def _load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=rg.LAYOUT)
 
@@ -176,7 +181,7 @@ def _wide(ref: Any) -> jax.Array:
 
 
 def _columns(x: jax.Array) -> list[jax.Array]:
-    return [x[:, b * BLOCK : (b + 1) * BLOCK] for b in range(BLOCKS)]
+    return [x[:, start : start + BLOCK] for start in range(0, x.shape[1], BLOCK)]
 
 
 def make_backward_chunk(
@@ -208,7 +213,7 @@ def make_backward_chunk(
             dq, dk, dg, dbeta, *scratch = refs
         else:
             A_log, dt_bias, norms, dq, dk, dg, dbeta, dA_log, ddt_bias, exchange, *scratch = refs
-        keys, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
+        keys, (values, gradients), states, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
         for_gate, met = more[: len(gates)], more[len(gates) :]
         qs, ks = (keys.at[i] for i in range(2))
         dos, vs, dvs = (values.at[i] for i in range(3))
@@ -223,8 +228,8 @@ def make_backward_chunk(
             plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
         for source, target in ((q, qs), (k, ks)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
-        for source, target in ((S, Ss), (dS, dSs)):
-            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
+        for i, source in enumerate((S, dS)):
+            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], states.at[i], for_states)
 
         def load_gate() -> None:
             if gate != f32:
@@ -283,47 +288,45 @@ def make_backward_chunk(
             plgpu.barrier_wait(for_keys)
         chunk = Chunk(qs, ks, X, Y, emulated)
         blocks: list[Block] = []
-        for b, x in enumerate(_columns(e)):
-            blocks.append(within_block(b, x, chunk))
-            if b in AFTER: rg.boundary(**kw)
+        for i, x in enumerate(_columns(e)):
+            blocks.append(within_block(i, x, chunk))
+            if i in AFTER: rg.boundary(**kw)
             for n in (2, 4):
-                if (b + 1) % n == 0:
-                    blocks[-n:] = between_halves(blocks[-n:], b + 1 - n, chunk)
-                    if b in MERGE: rg.boundary(**kw)
+                if (i + 1) % n == 0:
+                    blocks[-n:] = between_halves(blocks[-n:], i + 1 - n, chunk)
+                    if i in MERGE: rg.boundary(**kw)
 
         # 3. through the states
         plgpu.barrier_wait(for_states)
         zero = rg.opaque_zero(**kw)
-        qs, ks = (keys.at[i + zero] for i in range(2))
+        (qs, ks), (Ss, dSs) = ([x.at[i + zero] for i in range(2)] for x in (keys, states))
         dos, vs, dvs = (values.at[i + zero] for i in range(3))
         n, b, h, head, part, rows, channels = place(zero)  # addresses again rather than kept
 
-        def through(a: Any, b: Any, factor: float, decay: str) -> jax.Array:
-            """decay (factor a b)."""
-            return jnp.concatenate([getattr(x, decay) for x in blocks], 1) * (_product(a, b) * factor)
-
-        def moved(x: Any, y: jax.Array) -> jax.Array:
-            return times(_load(x.T), y)
-
-        def gathered(part: str, y: jax.Array) -> jax.Array:
-            return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
-
+        halves = [(first, blocks[first : first + 2], pl.ds(first * BLOCK, 2 * BLOCK)) for first in (0, 2)]
         dg_blocks = [x.dg for x in blocks]
-        y = through(Ss.T, dos.T, scale, "U")
-        dq_chunk, later = gathered("dq", y).astype(dtype), moved(qs, y)
-        if 11 in MERGE: rg.boundary(**kw)
-        y = through(Ss.T, dvs.T, -1.0, "U")
-        dk_chunk, later = gathered("dk", y), later + moved(ks, y)
-        for i, x in enumerate(_columns(later)):
-            dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
-        if 12 in MERGE: rg.boundary(**kw)
-        y = through(dSs.T, vs.T, scale, "D")
-        dk_chunk, earlier = (dk_chunk + y).astype(dtype), moved(ks, y)
-        for i, x in enumerate(_columns(earlier)):
-            dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
+        dq_halves, dk_halves = [], []
+        for first, own, tokens in halves:  # registers hold no product of the whole chunk beside the blocks
+            y = join(own, "U") * (_product(Ss.T, dos.at[tokens].T) * scale)
+            dq_halves.append((join(own, "dq") + y).astype(dtype))
+            later = times(_load(qs.at[tokens].T), y)
+            if 13 in MERGE: rg.boundary(**kw)
+            y = join(own, "U") * -_product(Ss.T, dvs.at[tokens].T)
+            dk_halves.append(join(own, "dk") + y)
+            later = later + times(_load(ks.at[tokens].T), y)
+            for i, x in enumerate(_columns(later), first):
+                dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
+            if 11 in MERGE: rg.boundary(**kw)
+        for half, (first, own, tokens) in enumerate(halves):
+            y = join(own, "D") * (_product(dSs.T, vs.at[tokens].T) * scale)
+            dk_halves[half] = (dk_halves[half] + y).astype(dtype)
+            for i, x in enumerate(_columns(times(_load(ks.at[tokens].T), y)), first):
+                dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
+            if 12 in MERGE: rg.boundary(**kw)
         plgpu.commit_smem()
         results = [gradients.at[i + zero] for i in (0, 1)]  # in the place of values
-        results[0].T[...], results[1].T[...] = dq_chunk, dk_chunk
+        for target, both in zip(results, (dq_halves, dk_halves), strict=True):
+            target.T[...] = jnp.concatenate(both, 1)
         plgpu.commit_smem()
 
         def store_keys() -> None:
@@ -396,7 +399,7 @@ def make_backward_chunk(
         scratch_types=[
             tile((2, CHUNK, CHANNELS), dtype, CHANNELS),
             plgpu.RefUnion(tile((3, CHUNK, V), dtype, 64), tile((2, CHUNK, CHANNELS), dtype, CHANNELS)),
-            *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
+            tile((2, V, CHANNELS), dtype, CHANNELS),
             plgpu.RefUnion(
                 *[tile((CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
                 [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
