@@ -44,8 +44,7 @@ from pallas_kernels.within import iota, zeros
 CHANNELS = rg.ROWS  # key channels of a kernel's block
 BLOCK = rg.BLOCK
 BLOCKS = CHUNK // BLOCK
-import os
-LS,LB,AFTER,MERGE = eval(os.environ.get("SPLIT","((),(),(0,1,2,3),(0,1,2,3))"))
+DO, V_NEW, DV = range(3)  # among the values
 f32 = jnp.float32
 
 
@@ -92,6 +91,16 @@ class Block(NamedTuple):
     dg: jax.Array
 
 
+class Half(NamedTuple):
+    """Two blocks, and where their tokens are in the chunk."""
+
+    blocks: list[Block]
+    tokens: Any
+
+    def join(self, part: str) -> jax.Array:
+        return jnp.concatenate([getattr(x, part) for x in self.blocks], 1)
+
+
 def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
     """What the pairs of block b give; e = exp(g)."""
     kw = {"interpret": chunk.interpret}
@@ -108,7 +117,7 @@ def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
         dg = lv.add_sums(dg, times(qF, p) + times(kF, t), s, **kw)
         grown = F * lv.sibling_end(U, s, **kw)
         U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
-        if s in LS and b in LB: rg.boundary(**kw)
+        rg.boundary(**kw)
     return Block(U, D, dq, dk, dg)
 
 
@@ -132,7 +141,7 @@ def between_halves(blocks: list[Block], first: int, chunk: Chunk) -> list[Block]
         dg = add_sums(dg, moved, i - n, True, chunk.interpret)
         later.append(x._replace(dq=x.dq + F[i] * p, dk=x.dk + F[i] * t))
     later = [x._replace(U=f * ends[1], dg=y) for x, f, y in zip(later, F[n:], dg, strict=True)]
-    if 10 in MERGE: rg.boundary(**kw)
+    rg.boundary(**kw)
 
     kF, qF = ([decayed(x, j) for j in range(n, 2 * n)] for x in (chunk.k, chunk.q))
     earlier, dg = [], [x.dg for x in blocks[:n]]
@@ -143,6 +152,7 @@ def between_halves(blocks: list[Block], first: int, chunk: Chunk) -> list[Block]
             t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j], X), **kw)
         dg = add_sums(dg, times(decayed(chunk.k, i), t), i, False, chunk.interpret)
         earlier.append(x._replace(dk=x.dk + F[i] * t))
+    rg.boundary(**kw)
     earlier = [x._replace(D=f * ends[0], dg=y) for x, f, y in zip(earlier, F[:n], dg, strict=True)]
     return earlier + later
 
@@ -165,11 +175,6 @@ def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool
         total = fr.stacked_scores(total, x, x, y, interpret=interpret)
     own = (iota(0, BLOCK) & (BLOCK - 1)) == iota(1, BLOCK)
     return jnp.sum(jnp.where(own, total, zeros(BLOCK)), 1)
-
-
-def join(blocks: list[Block], part: str) -> jax.Array:
-    """One part of all blocks side by side."""
-    return jnp.concatenate([getattr(x, part) for x in blocks], 1)
 
 
 def _load(ref: Any) -> jax.Array:
@@ -213,10 +218,11 @@ def make_backward_chunk(
             dq, dk, dg, dbeta, *scratch = refs
         else:
             A_log, dt_bias, norms, dq, dk, dg, dbeta, dA_log, ddt_bias, exchange, *scratch = refs
-        keys, (values, gradients), states, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
-        for_gate, met = more[: len(gates)], more[len(gates) :]
+        keys, (values, gradients), states, (*gate_tiles, (X, Y)), for_scores, for_keys, for_states, *more = scratch
+        for_gate, met = more[: len(gate_tiles)], more[len(gate_tiles) :]
+        gates = [x.at[0] for x in gate_tiles]
         qs, ks = (keys.at[i] for i in range(2))
-        dos, vs, dvs = (values.at[i] for i in range(3))
+        dos, vs, dvs = (values.at[i] for i in (DO, V_NEW, DV))
 
         def place(zero: Any = 0) -> tuple[Any, ...]:
             n, b, h, part = (lax.axis_index(name) + zero for name in ("n", "b", "h", "part"))
@@ -290,43 +296,43 @@ def make_backward_chunk(
         blocks: list[Block] = []
         for i, x in enumerate(_columns(e)):
             blocks.append(within_block(i, x, chunk))
-            if i in AFTER: rg.boundary(**kw)
             for n in (2, 4):
                 if (i + 1) % n == 0:
                     blocks[-n:] = between_halves(blocks[-n:], i + 1 - n, chunk)
-                    if i in MERGE: rg.boundary(**kw)
 
-        # 3. through the states
+        # 3. through the states, by halves of the chunk: beside the blocks the registers hold no product of all of it
         plgpu.barrier_wait(for_states)
-        zero = rg.opaque_zero(**kw)
-        (qs, ks), (Ss, dSs) = ([x.at[i + zero] for i in range(2)] for x in (keys, states))
-        dos, vs, dvs = (values.at[i + zero] for i in range(3))
-        n, b, h, head, part, rows, channels = place(zero)  # addresses again rather than kept
 
-        halves = [(first, blocks[first : first + 2], pl.ds(first * BLOCK, 2 * BLOCK)) for first in (0, 2)]
-        dg_blocks = [x.dg for x in blocks]
-        dq_halves, dk_halves = [], []
-        for first, own, tokens in halves:  # registers hold no product of the whole chunk beside the blocks
-            y = join(own, "U") * (_product(Ss.T, dos.at[tokens].T) * scale)
-            dq_halves.append((join(own, "dq") + y).astype(dtype))
-            later = times(_load(qs.at[tokens].T), y)
-            if 13 in MERGE: rg.boundary(**kw)
-            y = join(own, "U") * -_product(Ss.T, dvs.at[tokens].T)
-            dk_halves.append(join(own, "dk") + y)
-            later = later + times(_load(ks.at[tokens].T), y)
-            for i, x in enumerate(_columns(later), first):
-                dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
-            if 11 in MERGE: rg.boundary(**kw)
-        for half, (first, own, tokens) in enumerate(halves):
-            y = join(own, "D") * (_product(dSs.T, vs.at[tokens].T) * scale)
-            dk_halves[half] = (dk_halves[half] + y).astype(dtype)
-            for i, x in enumerate(_columns(times(_load(ks.at[tokens].T), y)), first):
-                dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
-            if 12 in MERGE: rg.boundary(**kw)
+        def through(state: int, value: int, key: int, half: Half) -> tuple[jax.Array, jax.Array]:
+            """What the product of a state and values adds to the gradient of q or k, and that times q or k."""
+            rg.boundary(**kw)
+            zero = rg.opaque_zero(**kw)  # addresses again rather than kept
+            product = _product(states.at[state + zero].T, values.at[value + zero, half.tokens].T)
+            y = half.join("D" if state else "U") * (product * (-1.0 if value == DV else scale))
+            return y, times(_load(keys.at[key + zero, half.tokens].T), y)
+
+        halves = [Half(blocks[i : i + 2], pl.ds(i * BLOCK, 2 * BLOCK)) for i in (0, 2)]
+        dg_blocks, dq_halves, dk_halves = [x.dg for x in blocks], [], []
+        for i, half in enumerate(halves):
+            y, later = through(0, DO, 0, half)
+            dq_halves.append((half.join("dq") + y).astype(dtype))
+            y, moved = through(0, DV, 1, half)
+            dk_halves.append(half.join("dk") + y)
+            for j, x in enumerate(_columns(later + moved)):
+                dg_blocks = add_sums(dg_blocks, x, 2 * i + j, True, emulated)
+        for i, half in enumerate(halves):
+            y, earlier = through(1, V_NEW, 1, half)
+            dk_halves[i] = (dk_halves[i] + y).astype(dtype)
+            for j, x in enumerate(_columns(earlier)):
+                dg_blocks = add_sums(dg_blocks, x, 2 * i + j, False, emulated)
+        rg.boundary(**kw)
+        zero = rg.opaque_zero(**kw)
+        n, b, h, head, part, rows, channels = place(zero)
+        (qs, ks), (Ss, dSs), results = ([x.at[i + zero] for i in range(2)] for x in (keys, states, gradients))
+        gates = [x.at[zero] for x in gate_tiles]
         plgpu.commit_smem()
-        results = [gradients.at[i + zero] for i in (0, 1)]  # in the place of values
         for target, both in zip(results, (dq_halves, dk_halves), strict=True):
-            target.T[...] = jnp.concatenate(both, 1)
+            target.T[...] = jnp.concatenate(both, 1)  # in the place of values
         plgpu.commit_smem()
 
         def store_keys() -> None:
@@ -401,7 +407,7 @@ def make_backward_chunk(
             plgpu.RefUnion(tile((3, CHUNK, V), dtype, 64), tile((2, CHUNK, CHANNELS), dtype, CHANNELS)),
             tile((2, V, CHANNELS), dtype, CHANNELS),
             plgpu.RefUnion(
-                *[tile((CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
+                *[tile((1, CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
                 [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
             ),
             plgpu.Barrier(num_arrivals=3),
