@@ -78,7 +78,7 @@ def make_backward_scan(
             def place(n: jax.Array) -> jax.Array:
                 return first_chunk + (length - 1 - n if reverse else n)
 
-            def put(out: jax.Array, n: jax.Array) -> None:
+            def put(out: jax.Array, n: jax.Array, wg: jax.Array) -> None:
                 """The values of step n; before the first out of bounds, where no other span's are: a branch would cost
                 the overlap with the products.
                 """
@@ -87,38 +87,37 @@ def make_backward_scan(
                 rows = pl.ds(jnp.where(n < 0, chunks + span, place(n)) * CHUNK, CHUNK)
                 plgpu.copy_smem_to_gmem(values_out.at[wg], results.at[b, rows, h, own_values])
 
-            def keep(state: jax.Array) -> None:
-                """The state in shared memory."""
+            def store(state: jax.Array, previous: jax.Array, n: jax.Array, wg: jax.Array) -> None:
+                """The state of step n and the values of the step before."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 state_out.at[wg][...] = state
-
-            def store(state: Any, previous: jax.Array, n: jax.Array) -> None:
-                """The state of step n and the values of the step before."""
-                if not wide:
-                    keep(state)
-                put(previous, n - 1)
+                put(previous, n - 1, wg)
                 plgpu.copy_smem_to_gmem(state_out.at[wg], states.at[head, place(n), own_values])
 
             def step(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 Z, previous, s = carry
                 plgpu.barrier_wait(full.at[s])
-                s = s + (rg.opaque_zero(interpret=emulated) if wide else 0)  # as in `scan`
-                decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
+                zero = rg.opaque_zero(interpret=emulated) if wide else 0  # as in `scan`
+                s, own = s + zero, wg + zero
                 state: Any = Z.astype(dtype)
                 if wide:  # the registers do not hold it twice
-                    keep(state)
-                    plgpu.commit_smem()
-                    state = state_out.at[wg]
+                    store(state, previous, n, own)
+                    state = state_out.at[own]
+                decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
                 decayed = Z * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
 
+                def meanwhile() -> None:
+                    if not wide:
+                        store(state, previous, n, own)
+
                 def backward(corrections: Any, update: Any, outputs: Any) -> tuple[jax.Array, jax.Array]:
-                    cotangents = values_in.at[s, wg].T
+                    cotangents = values_in.at[s, own].T
                     plgpu.wgmma(corrections, cotangents, As.at[s])
                     multiply(corrections, state, ks.at[s].T)
                     if not emulated:  # the interpreter cannot start from a value
                         update[...] = decayed
                     plgpu.wgmma(update, cotangents, qs.at[s])
-                    store(state, previous, n)
+                    meanwhile()
                     exact = -plgpu.wgmma_accumulator_load(corrections, wait_n=1)
                     negative = exact.astype(dtype)
                     multiply(update, negative, ws.at[s])
@@ -130,8 +129,8 @@ def make_backward_scan(
 
                 def forward(corrections: Any, update: Any) -> tuple[jax.Array, jax.Array]:
                     multiply(corrections, state, ws.at[s].T)
-                    store(state, previous, n)
-                    new = plgpu.load(values_in.at[s, wg].T, layout=rg.LAYOUT).astype(f32)
+                    meanwhile()
+                    new = plgpu.load(values_in.at[s, own].T, layout=rg.LAYOUT).astype(f32)
                     new = (new - plgpu.wgmma_accumulator_load(corrections)).astype(dtype)
                     if not emulated:
                         update[...] = decayed
@@ -171,7 +170,7 @@ def make_backward_scan(
                 previous = plgpu.layout_cast(jnp.zeros((ROWS, CHUNK), dtype), rg.LAYOUT)
                 Z, out, _ = lax.fori_loop(0, length, step, (Z, previous, jnp.int32(0)))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                put(out, length - 1)
+                put(out, length - 1, wg)
                 if reverse:
                     memory.store_transposed(dinitial.at[span, h, :, own_values], Z * scale, interpret=emulated)
                 plgpu.wait_smem_to_gmem(0)
