@@ -21,17 +21,14 @@ from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 from pallas_kernels.spans import compose, find_spans
 
-KEY_CHANNELS = 192  # at most
 SMALLEST_BETA = 2.0**-40  # beta is divided by; a token that writes this little writes nothing
 
 
 def unsupported_reason(k: jax.Array, scale: float) -> str | None:
-    """Why inputs that `forward` takes have no backward kernels, or None. k: the keys, filled up."""
+    """Why inputs that `forward` takes have no backward kernels, or None. k: the keys."""
     if k.dtype != jnp.bfloat16:
         why = "float16 holds neither gradients of any size nor dv and v_new of a small beta, whose square dbeta is over"
         return f"the backward kernels take bfloat16, got {k.dtype}: {why}"
-    if k.shape[-1] > KEY_CHANNELS:
-        return f"the backward kernels have shared memory for {KEY_CHANNELS} key channels, got {k.shape[-1]}"
     return "the backward kernels divide by scale, which is 0" if scale == 0 else None
 
 
