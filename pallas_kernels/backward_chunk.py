@@ -152,8 +152,8 @@ def between_halves(blocks: list[Block], first: int, chunk: Chunk) -> list[Block]
             t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j], X), **kw)
         dg = add_sums(dg, times(decayed(chunk.k, i), t), i, False, chunk.interpret)
         earlier.append(x._replace(dk=x.dk + F[i] * t))
-    rg.boundary(**kw)
     earlier = [x._replace(D=f * ends[0], dg=y) for x, f, y in zip(earlier, F[:n], dg, strict=True)]
+    rg.boundary(**kw)
     return earlier + later
 
 
