@@ -7,15 +7,7 @@ With U, D, P and A of `prepare`, S and dS from `backward_scan` (dS without the f
     dg = the sum from a token to the chunk's end of q U (scale S do) - k U (S dv)
        + the sum from the chunk's start to before a token of k D (scale dS v_new) + total sum_V S dS + pairs
 
-p, p', t are what the scores give, whose gradients are X = scale do v_new^T (queries with keys, i >= j) and Y = -dv
-v_new^T (keys with keys, i > j, the adjoint of the inverse included). Level by level of `levels`, with the decay F of
-a token to or from the seam between its run and the other, U in odd runs and D in even ones,
-
-    p = F X (z F), z = q in odd runs and k in even ones        t = F Y (k F)
-
-p belongs to dq in odd runs and to dk in even ones, and every pair adds to dg at the tokens between its two: sums of z
-p + k t from a token to the end of its odd run, or from the start of its even run. No pairwise exponential, no factor
-above 1, no difference of sums (notation and reasons as in `prepare`; Kimi Linear, arXiv 2510.26692, section 3).
+p, p', t and `pairs` are what the scores give (`pairs`, whose X and Y are made here: scale do v_new^T and -dv v_new^T).
 
 Raw inputs are normalised and activated on the way, and the gradients are theirs. That of y = r x, r = 1 / sqrt(sum x^2
 + 1e-6), is r (dy - y (y . dy)), whose inner product is over all key channels: the blocks of a chunk and head are a
@@ -23,7 +15,7 @@ cluster and exchange their parts.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +28,17 @@ from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.activation import LOG2E
-from pallas_kernels.inputs import CHUNK, Raw
-from pallas_kernels.levels import Factor
+from pallas_kernels.inputs import CHUNK, Raw, load
 from pallas_kernels.memory import tile
+from pallas_kernels.pairs import Chunk, Run, add_sums, times, within_run
 from pallas_kernels.within import iota, zeros
 
 CHANNELS = rg.ROWS  # key channels of a kernel's block
 BLOCK = rg.BLOCK
 BLOCKS = CHUNK // BLOCK
 DO, V_NEW, DV = range(3)  # among the values
+WHOLE_VALUES = 128  # up to which the registers hold a product of the whole chunk, and its addresses, beside the blocks
 f32 = jnp.float32
-
-
-def times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return x * factor.astype(x.dtype)
 
 
 def _product(a: Any, b: Any) -> jax.Array:
@@ -62,112 +51,6 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(body, plgpu.ACC((rg.ROWS, b.shape[1]), f32))
 
 
-class Chunk(NamedTuple):
-    """A chunk in shared memory. Loaded where it is used: registers are scarce."""
-
-    q: Any  # [64 tokens, 64 channels]
-    k: Any
-    X: Any  # [64, 64] as `levels.store_pairs` leaves them
-    Y: Any
-    interpret: bool
-
-    def load(self, ref: Any, b: int) -> jax.Array:
-        """Block b of q or k, [64 channels, 16 tokens]."""
-        return _load(ref.at[pl.ds(b * BLOCK, BLOCK)].T)
-
-    def scores(self, source: int, target: int) -> tuple[jax.Array, jax.Array]:
-        """The blocks of X and Y."""
-        X, Y = (lv.load_block(x, source, target, self.q.dtype, interpret=self.interpret) for x in (self.X, self.Y))
-        return X, Y
-
-
-class Block(NamedTuple):
-    """What belongs to 16 tokens: arrays [64 channels, 16]."""
-
-    U: jax.Array
-    D: jax.Array
-    dq: jax.Array
-    dk: jax.Array
-    dg: jax.Array
-
-
-class Half(NamedTuple):
-    """Two blocks, and where their tokens are in the chunk."""
-
-    blocks: list[Block]
-    tokens: Any
-
-    def join(self, part: str) -> jax.Array:
-        return jnp.concatenate([getattr(x, part) for x in self.blocks], 1)
-
-
-def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
-    """What the pairs of block b give; e = exp(g)."""
-    kw = {"interpret": chunk.interpret}
-    q, k, (X, Y) = chunk.load(chunk.q, b), chunk.load(chunk.k, b), chunk.scores(b, b)
-    U, D, zero = e, zeros(BLOCK) + 1.0, zeros(BLOCK)
-    dq, dk = (lv.add_products(zero, Factor(x, X, 0), **kw) for x in (k, q))
-    dg = zero
-    for s in lv.LEVELS:
-        F = lv.by_run(s, U, D, **kw)
-        qF, kF = times(q, F), times(k, F)
-        p = lv.add_products(zero, Factor(kF, X, s, odd=True), **kw)
-        t = lv.add_products(zero, Factor(kF, Y, s), Factor(qF, X, s, odd=False), **kw)
-        dq, dk = dq + F * p, dk + F * t
-        dg = lv.add_sums(dg, times(qF, p) + times(kF, t), s, **kw)
-        grown = F * lv.sibling_end(U, s, **kw)
-        U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
-        rg.boundary(**kw)
-    return Block(U, D, dq, dk, dg)
-
-
-def between_halves(blocks: list[Block], first: int, chunk: Chunk) -> list[Block]:
-    """What the pairs of the two halves of a run of blocks add; first: the run's first."""
-    kw, n = {"interpret": chunk.interpret}, len(blocks) // 2
-    F = [x.D for x in blocks[:n]] + [x.U for x in blocks[n:]]
-    ends = [lv.block_end(half[-1].U, **kw) for half in (blocks[n:], blocks[:n])]  # of the other half
-
-    def decayed(ref: Any, i: int) -> jax.Array:
-        return times(chunk.load(ref, first + i), F[i])
-
-    kF = [decayed(chunk.k, j) for j in range(n)]
-    later, dg = [], [x.dg for x in blocks[n:]]
-    for i, x in enumerate(blocks[n:], n):
-        p = t = zeros(BLOCK)
-        for j in range(n):
-            X, Y = chunk.scores(first + j, first + i)
-            p, t = lv.add_products(p, Factor(kF[j], X), **kw), lv.add_products(t, Factor(kF[j], Y), **kw)
-        moved = times(decayed(chunk.q, i), p) + times(decayed(chunk.k, i), t)
-        dg = add_sums(dg, moved, i - n, True, chunk.interpret)
-        later.append(x._replace(dq=x.dq + F[i] * p, dk=x.dk + F[i] * t))
-    later = [x._replace(U=f * ends[1], dg=y) for x, f, y in zip(later, F[n:], dg, strict=True)]
-    rg.boundary(**kw)
-
-    kF, qF = ([decayed(x, j) for j in range(n, 2 * n)] for x in (chunk.k, chunk.q))
-    earlier, dg = [], [x.dg for x in blocks[:n]]
-    for i, x in enumerate(blocks[:n]):
-        t = zeros(BLOCK)
-        for j in range(n):
-            X, Y = chunk.scores(first + n + j, first + i)
-            t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j], X), **kw)
-        dg = add_sums(dg, times(decayed(chunk.k, i), t), i, False, chunk.interpret)
-        earlier.append(x._replace(dk=x.dk + F[i] * t))
-    earlier = [x._replace(D=f * ends[0], dg=y) for x, f, y in zip(earlier, F[:n], dg, strict=True)]
-    rg.boundary(**kw)
-    return earlier + later
-
-
-def add_sums(totals: list[jax.Array], x: jax.Array, b: int, later: bool, interpret: bool) -> list[jax.Array]:
-    """totals of a run of blocks + what its block b, x, adds to sums over the run: from the token to the run's end if
-    `later`, else from the run's start to before the token.
-    """
-    out = list(totals)
-    out[b] = lv.add_sums(totals[b], x, BLOCK, later=later, interpret=interpret)
-    for c in range(b) if later else range(b + 1, len(totals)):
-        out[c] = lv.add_total(totals[c], x, interpret=interpret)
-    return out
-
-
 def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool) -> jax.Array:
     """[64]: of every row of x with that of y, summed over pairs (x, y) of 16-bit arrays [64, n]."""
     total = zeros(BLOCK)
@@ -177,12 +60,8 @@ def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool
     return jnp.sum(jnp.where(own, total, zeros(BLOCK)), 1)
 
 
-def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=rg.LAYOUT)
-
-
 def _wide(ref: Any) -> jax.Array:
-    return _load(ref).astype(f32)
+    return load(ref).astype(f32)
 
 
 def _columns(x: jax.Array) -> list[jax.Array]:
@@ -292,46 +171,41 @@ def make_backward_chunk(
         # 2. pairs in the chunk
         if raw is None:
             plgpu.barrier_wait(for_keys)
-        chunk = Chunk(qs, ks, X, Y, emulated)
-        blocks: list[Block] = []
-        for i, x in enumerate(_columns(e)):
-            blocks.append(within_block(i, x, chunk))
-            for n in (2, 4):
-                if (i + 1) % n == 0:
-                    blocks[-n:] = between_halves(blocks[-n:], i + 1 - n, chunk)
+        blocks = within_run(_columns(e), 0, Chunk(qs, ks, X, Y, emulated))
 
-        # 3. through the states, by halves of the chunk: beside the blocks the registers hold no product of all of it
+        # 3. through the states
         plgpu.barrier_wait(for_states)
 
-        def through(state: int, value: int, key: int, half: Half) -> tuple[jax.Array, jax.Array]:
+        def through(state: int, value: int, key: int, run: Run) -> tuple[jax.Array, jax.Array]:
             """What the product of a state and values adds to the gradient of q or k, and that times q or k."""
             rg.boundary(**kw)
             zero = rg.opaque_zero(**kw)  # addresses again rather than kept
-            product = _product(states.at[state + zero].T, values.at[value + zero, half.tokens].T)
-            y = half.join("D" if state else "U") * (product * (-1.0 if value == DV else scale))
-            return y, times(_load(keys.at[key + zero, half.tokens].T), y)
+            product = _product(states.at[state + zero].T, values.at[value + zero, run.tokens].T)
+            y = run.join("D" if state else "U") * (product * (-1.0 if value == DV else scale))
+            return y, times(load(keys.at[key + zero, run.tokens].T), y)
 
-        halves = [Half(blocks[i : i + 2], pl.ds(i * BLOCK, 2 * BLOCK)) for i in (0, 2)]
-        dg_blocks, dq_halves, dk_halves = [x.dg for x in blocks], [], []
-        for i, half in enumerate(halves):
-            y, later = through(0, DO, 0, half)
-            dq_halves.append((half.join("dq") + y).astype(dtype))
-            y, moved = through(0, DV, 1, half)
-            dk_halves.append(half.join("dk") + y)
-            for j, x in enumerate(_columns(later + moved)):
-                dg_blocks = add_sums(dg_blocks, x, 2 * i + j, True, emulated)
-        for i, half in enumerate(halves):
-            y, earlier = through(1, V_NEW, 1, half)
-            dk_halves[i] = (dk_halves[i] + y).astype(dtype)
-            for j, x in enumerate(_columns(earlier)):
-                dg_blocks = add_sums(dg_blocks, x, 2 * i + j, False, emulated)
+        size = BLOCKS if V <= WHOLE_VALUES else BLOCKS // 2
+        runs = [Run(first, blocks[first : first + size]) for first in range(0, BLOCKS, size)]
+        dg_blocks, dq_runs, through_S, dk_runs = [x.dg for x in blocks], [], [], []
+        for run in runs:
+            y, later = through(0, DO, 0, run)
+            dq_runs.append((run.join("dq") + y).astype(dtype))
+            y, moved = through(0, DV, 1, run)
+            through_S.append(run.join("dk") + y)
+            for i, x in enumerate(_columns(later + moved), run.first):
+                dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
+        for run, dk_run in zip(runs, through_S, strict=True):
+            y, earlier = through(1, V_NEW, 1, run)
+            dk_runs.append((dk_run + y).astype(dtype))
+            for i, x in enumerate(_columns(earlier), run.first):
+                dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
         rg.boundary(**kw)
         zero = rg.opaque_zero(**kw)
         n, b, h, head, part, rows, channels = place(zero)
         (qs, ks), (Ss, dSs), results = ([x.at[i + zero] for i in range(2)] for x in (keys, states, gradients))
         gates = [x.at[zero] for x in gate_tiles]
         plgpu.commit_smem()
-        for target, both in zip(results, (dq_halves, dk_halves), strict=True):
+        for target, both in zip(results, (dq_runs, dk_runs), strict=True):
             target.T[...] = jnp.concatenate(both, 1)  # in the place of values
         plgpu.commit_smem()
 
@@ -344,14 +218,14 @@ def make_backward_chunk(
         else:
             load_gate()
             for i, (y, dy) in enumerate(zip((qs, ks), results, strict=True)):
-                inner = inner_products([(_load(y), _load(dy))], emulated)
+                inner = inner_products([(load(y), load(dy))], emulated)
                 inner = lax.broadcast_in_dim(inner, (CHUNK, 8), (0,))
                 memory.store_rows(exchange.at[i, head, part, rows], inner, **kw)
 
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
         starts = [pl.ds(start, CHUNK) for start in range(0, V, CHUNK)]
-        overlap = inner_products(((_load(Ss.at[x].T), _load(dSs.at[x].T)) for x in starts), emulated)
+        overlap = inner_products(((load(Ss.at[x].T), load(dSs.at[x].T)) for x in starts), emulated)
         overlap = lax.broadcast_in_dim(overlap, (CHANNELS, CHUNK), (0,))
         dg_chunk = jnp.concatenate(dg_blocks, 1) + decayed * overlap
         if raw is None:
