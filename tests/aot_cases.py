@@ -67,7 +67,7 @@ def cases() -> Iterator[Case]:
 
 def backward_cases() -> Iterator[Case]:
     B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
-    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128), (256, 256)):
+    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128), (256, 192), (256, 256)):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]

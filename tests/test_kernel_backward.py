@@ -85,7 +85,7 @@ def test_a_sequence_in_pieces(rng):
 @pytest.mark.parametrize(("K", "stages"), [(192, 2), (256, 1)])
 def test_wide_keys(rng, K, stages):
     """Three parts of the keys; four, a state that the registers do not hold twice, and one stage."""
-    check(arrays(rng, "slow", T=70, H=1, HV=1, K=K, V=64), kernels(Config(stages=stages)))
+    check(arrays(rng, "slow", T=140, H=1, HV=1, K=K, V=64), kernels(Config(stages=stages)))
 
 
 def test_identical_keys_that_forget_nothing(rng):
