@@ -129,17 +129,20 @@ def make_backward_chunk(
                 x = _wide(gates[0].T)
             return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
 
-        def is_token() -> jax.Array:
+        def at_tokens(x: jax.Array, otherwise: float) -> jax.Array:
+            """x [channels, 64] at tokens of the row, `otherwise` behind them."""
             assert raw is not None
-            return iota(1, CHUNK) + n * CHUNK < raw.tokens
+            if raw.tokens % CHUNK == 0:
+                return x
+            left, column = raw.tokens - n * CHUNK, iota(1, 8)  # of eight: the numbers of 64 would be kept for next time
+            eights = [(first, x[:, first : first + 8]) for first in range(0, CHUNK, 8)]
+            return jnp.concatenate([jnp.where(column < left - i, y, jnp.full_like(y, otherwise)) for i, y in eights], 1)
 
         load_gate()
         if raw is None:
             e = jnp.exp2(log_decay() * LOG2E)
         else:
-            e = raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw)
-            if raw.tokens % CHUNK:
-                e = jnp.where(is_token(), e, jnp.ones_like(e))
+            e = at_tokens(raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw), 1.0)
             plgpu.commit_smem()  # X takes the place of g
             plgpu.barrier_wait(for_keys)
             for i, x in enumerate((qs, ks)):
@@ -235,8 +238,7 @@ def make_backward_chunk(
 
         # 4. raw inputs
         dx, dspeed = raw.activation.decay_gradients(log_decay(), jnp.exp(A_log[h]), dg_chunk, **kw)
-        if raw.tokens % CHUNK:
-            dx, dspeed = (jnp.where(is_token(), x, jnp.zeros_like(x)) for x in (dx, dspeed))
+        dx, dspeed = (at_tokens(x, 0.0) for x in (dx, dspeed))
         if gate == f32:
             memory.store_transposed(dg.at[b, rows, h, channels], dx, **kw)
         for target in gates:
