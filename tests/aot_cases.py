@@ -82,8 +82,8 @@ def backward_cases() -> Iterator[Case]:
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
         for bound, resets in [(None, False), (-5.0, False), (-5.0, True)][: 2 + (K == V)]:
-            raw = Raw(Activation(bound, True, resets), dtype, T)
-            bounded = " bounded" * (bound is not None) + ", resets" * resets
+            raw = Raw(Activation(bound, True, resets), dtype, T - 3 * resets)
+            bounded = " bounded" * (bound is not None) + ", resets, ragged" * resets
             prepare = make_prepare(Problem(qk, v, dtype, bound is not None and not resets, raw), inverse=True)
             gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
             yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
