@@ -7,15 +7,7 @@ With U, D, P and A of `prepare`, S and dS from `backward_scan` (dS without the f
     dg = the sum from a token to the chunk's end of q U (scale S do) - k U (S dv)
        + the sum from the chunk's start to before a token of k D (scale dS v_new) + total sum_V S dS + pairs
 
-p, p', t are what the scores give, whose gradients are X = scale do v_new^T (queries with keys, i >= j) and Y = -dv
-v_new^T (keys with keys, i > j, the adjoint of the inverse included). Level by level of `levels`, with the decay F of
-a token to or from the seam between its run and the other, U in odd runs and D in even ones,
-
-    p = F X (z F), z = q in odd runs and k in even ones        t = F Y (k F)
-
-p belongs to dq in odd runs and to dk in even ones, and every pair adds to dg at the tokens between its two: sums of z
-p + k t from a token to the end of its odd run, or from the start of its even run. No pairwise exponential, no factor
-above 1, no difference of sums (notation and reasons as in `prepare`; Kimi Linear, arXiv 2510.26692, section 3).
+p, p', t and `pairs` are what the scores give (`pairs`, whose X and Y are made here: scale do v_new^T and -dv v_new^T).
 
 Raw inputs are normalised and activated on the way, and the gradients are theirs. That of y = r x, r = 1 / sqrt(sum x^2
 + 1e-6), is r (dy - y (y . dy)), whose inner product is over all key channels: the blocks of a chunk and head are a
@@ -23,7 +15,7 @@ cluster and exchange their parts.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,118 +28,27 @@ from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.activation import LOG2E
-from pallas_kernels.inputs import CHUNK, Problem
-from pallas_kernels.levels import Factor
+from pallas_kernels.inputs import CHUNK, Problem, load
 from pallas_kernels.memory import tile
+from pallas_kernels.pairs import Chunk, Run, add_sums, times, within_run
 from pallas_kernels.within import iota, zeros
 
 CHANNELS = rg.ROWS  # key channels of a kernel's block
 BLOCK = rg.BLOCK
 BLOCKS = CHUNK // BLOCK
+DO, V_NEW, DV = range(3)  # among the values
+WHOLE_VALUES = 128  # up to which the registers hold a product of the whole chunk, and its addresses, beside the blocks
 f32 = jnp.float32
 
 
-def times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return x * factor.astype(x.dtype)
-
-
 def _product(a: Any, b: Any) -> jax.Array:
-    """a b [64, 64] of shared memory, in float32."""
+    """a b [64, n] of shared memory, in float32."""
 
     def body(total: Any) -> jax.Array:
         plgpu.wgmma(total, a, b)
         return total[...]
 
-    return pl.run_scoped(body, plgpu.ACC((rg.ROWS, rg.ROWS), f32))
-
-
-class Chunk(NamedTuple):
-    """A chunk in shared memory. Loaded where it is used: registers are scarce."""
-
-    q: Any  # [64 tokens, 64 channels]
-    k: Any
-    X: Any  # [64, 64] as `levels.store_pairs` leaves them
-    Y: Any
-    interpret: bool
-
-    def load(self, ref: Any, b: int) -> jax.Array:
-        """Block b of q or k, [64 channels, 16 tokens]."""
-        return _load(ref.at[pl.ds(b * BLOCK, BLOCK)].T)
-
-    def scores(self, source: int, target: int) -> tuple[jax.Array, jax.Array]:
-        """The blocks of X and Y."""
-        X, Y = (lv.load_block(x, source, target, self.q.dtype, interpret=self.interpret) for x in (self.X, self.Y))
-        return X, Y
-
-
-class Block(NamedTuple):
-    """What belongs to 16 tokens: arrays [64 channels, 16]."""
-
-    U: jax.Array
-    D: jax.Array
-    dq: jax.Array
-    dk: jax.Array
-    dg: jax.Array
-
-
-def within_block(b: int, e: jax.Array, chunk: Chunk) -> Block:
-    """What the pairs of block b give; e = exp(g)."""
-    kw = {"interpret": chunk.interpret}
-    q, k, (X, Y) = chunk.load(chunk.q, b), chunk.load(chunk.k, b), chunk.scores(b, b)
-    U, D, zero = e, zeros(BLOCK) + 1.0, zeros(BLOCK)
-    dq, dk = (lv.add_products(zero, Factor(x, X, 0), **kw) for x in (k, q))
-    dg = zero
-    for s in lv.LEVELS:
-        F = lv.by_run(s, U, D, **kw)
-        qF, kF = times(q, F), times(k, F)
-        p = lv.add_products(zero, Factor(kF, X, s, odd=True), **kw)
-        t = lv.add_products(zero, Factor(kF, Y, s), Factor(qF, X, s, odd=False), **kw)
-        dq, dk = dq + F * p, dk + F * t
-        dg = lv.add_sums(dg, times(qF, p) + times(kF, t), s, **kw)
-        grown = F * lv.sibling_end(U, s, **kw)
-        U, D = lv.by_run(s, grown, U, **kw), lv.by_run(s, D, grown, **kw)
-    return Block(U, D, dq, dk, dg)
-
-
-def between_runs(blocks: list[Block], n: int, chunk: Chunk) -> list[Block]:
-    """What the pairs of an odd run of n blocks and the even run before it add."""
-    kw = {"interpret": chunk.interpret}
-    odd = [b & n == n for b in range(BLOCKS)]
-    F = [x.U if o else x.D for x, o in zip(blocks, odd, strict=True)]
-    kF = [times(chunk.load(chunk.k, b), F[b]) for b in range(BLOCKS)]
-    qF = {b: times(chunk.load(chunk.q, b), F[b]) for b in range(BLOCKS) if odd[b]}
-    ends = [lv.block_end(x.U, **kw) for x in blocks]
-    dg, out = [x.dg for x in blocks], []
-    for b, x in enumerate(blocks):
-        p = t = zeros(BLOCK)
-        for c in range(BLOCKS):
-            if (b ^ c).bit_length() != n.bit_length():
-                continue
-            X, Y = chunk.scores(c, b)
-            if odd[b]:
-                p, t = lv.add_products(p, Factor(kF[c], X), **kw), lv.add_products(t, Factor(kF[c], Y), **kw)
-            else:
-                t = lv.add_products(t, Factor(kF[c], Y), Factor(qF[c], X), **kw)
-        moved, dk, grown = times(kF[b], t), x.dk + F[b] * t, F[b] * ends[(b ^ n) | (n - 1)]
-        if odd[b]:
-            moved = times(qF[b], p) + moved
-            out.append(x._replace(dq=x.dq + F[b] * p, dk=dk, U=grown))
-        else:
-            out.append(x._replace(dk=dk, D=grown))
-        dg = add_sums(dg, moved, b, n, odd[b], chunk.interpret)
-    return [x._replace(dg=y) for x, y in zip(out, dg, strict=True)]
-
-
-def add_sums(totals: list[jax.Array], x: jax.Array, b: int, n: int, later: bool, interpret: bool) -> list[jax.Array]:
-    """totals of the blocks + what block b, x, adds to sums over a run of n blocks: from the token to the run's end if
-    `later`, else from the run's start to before the token.
-    """
-    out = list(totals)
-    out[b] = lv.add_sums(totals[b], x, BLOCK, later=later, interpret=interpret)
-    for c in range(BLOCKS):
-        if c // n == b // n and c != b and (c < b) == later:
-            out[c] = lv.add_total(totals[c], x, interpret=interpret)
-    return out
+    return pl.run_scoped(body, plgpu.ACC((rg.ROWS, b.shape[1]), f32))
 
 
 def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool) -> jax.Array:
@@ -159,16 +60,12 @@ def inner_products(pairs: Iterable[tuple[jax.Array, jax.Array]], interpret: bool
     return jnp.sum(jnp.where(own, total, zeros(BLOCK)), 1)
 
 
-def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=rg.LAYOUT)
-
-
 def _wide(ref: Any) -> jax.Array:
-    return _load(ref).astype(f32)
+    return load(ref).astype(f32)
 
 
 def _columns(x: jax.Array) -> list[jax.Array]:
-    return [x[:, b * BLOCK : (b + 1) * BLOCK] for b in range(BLOCKS)]
+    return [x[:, start : start + BLOCK] for start in range(0, x.shape[1], BLOCK)]
 
 
 def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None) -> Any:
@@ -192,9 +89,11 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
             dq, dk, dg, dbeta, *scratch = refs
         else:
             A_log, dt_bias, norms, dq, dk, dg, dbeta, dA_log, ddt_bias, exchange, *scratch = refs
-        qs, ks, (values, gradients), Ss, dSs, (*gates, (X, Y)), for_scores, for_keys, for_states, *more = scratch
-        for_gate, met = more[: len(gates)], more[len(gates) :]
-        dos, vs, dvs = (values.at[i] for i in range(3))
+        keys, (values, gradients), states, (*gate_tiles, (X, Y)), for_scores, for_keys, for_states, *more = scratch
+        for_gate, met = more[: len(gate_tiles)], more[len(gate_tiles) :]
+        gates = [x.at[0] for x in gate_tiles]
+        qs, ks = (keys.at[i] for i in range(2))
+        dos, vs, dvs = (values.at[i] for i in (DO, V_NEW, DV))
 
         def place(zero: Any = 0) -> tuple[Any, ...]:
             n, b, h, part = (lax.axis_index(name) + zero for name in ("n", "b", "h", "part"))
@@ -206,8 +105,8 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
             plgpu.copy_gmem_to_smem(source.at[b, rows, h], target, for_scores)
         for source, target in ((q, qs), (k, ks)):
             plgpu.copy_gmem_to_smem(source.at[b, rows, key_head, channels], target, for_keys)
-        for source, target in ((S, Ss), (dS, dSs)):
-            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], target, for_states)
+        for i, source in enumerate((S, dS)):
+            plgpu.copy_gmem_to_smem(source.at[head, n, :, channels], states.at[i], for_states)
 
         def load_gate() -> None:
             if gate != f32:
@@ -222,18 +121,20 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
                 x = _wide(gates[0].T)
             return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
 
-        def is_token() -> jax.Array:
+        def at_tokens(x: jax.Array, otherwise: float) -> jax.Array:
+            """x [channels, 64] at tokens of the row, `otherwise` behind them."""
             assert raw is not None
-            return iota(1, CHUNK) + n * CHUNK < raw.tokens
+            if raw.tokens % CHUNK == 0:
+                return x
+            left, column = raw.tokens - n * CHUNK, iota(1, 8)  # of eight: the numbers of 64 would be kept for next time
+            eights = [(first, x[:, first : first + 8]) for first in range(0, CHUNK, 8)]
+            return jnp.concatenate([jnp.where(column < left - i, y, jnp.full_like(y, otherwise)) for i, y in eights], 1)
 
         load_gate()
         if raw is None:
             e = jnp.exp2(log_decay() * LOG2E)
         else:
-            speed = jnp.exp(A_log[h])
-            e = raw.activation.decay(log_decay(), speed, resets=problem.resets, **kw)
-            if raw.tokens % CHUNK:
-                e = jnp.where(is_token(), e, jnp.ones_like(e))
+            e = at_tokens(raw.activation.decay(log_decay(), jnp.exp(A_log[h]), resets=problem.resets, **kw), 1.0)
             plgpu.commit_smem()  # X takes the place of g
             plgpu.barrier_wait(for_keys)
             for i, x in enumerate((qs, ks)):
@@ -265,41 +166,42 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
         # 2. pairs in the chunk
         if raw is None:
             plgpu.barrier_wait(for_keys)
-        chunk = Chunk(qs, ks, X, Y, emulated)
-        blocks = [within_block(b, x, chunk) for b, x in enumerate(_columns(e))]
-        for run in (1, 2):
-            blocks = between_runs(blocks, run, chunk)
+        blocks = within_run(_columns(e), 0, Chunk(qs, ks, X, Y, emulated))
 
         # 3. through the states
         plgpu.barrier_wait(for_states)
+
+        def through(state: int, value: int, key: int, run: Run) -> tuple[jax.Array, jax.Array]:
+            """What the product of a state and values adds to the gradient of q or k, and that times q or k."""
+            rg.boundary(**kw)
+            zero = rg.opaque_zero(**kw)  # addresses again rather than kept
+            product = _product(states.at[state + zero].T, values.at[value + zero, run.tokens].T)
+            y = run.join("D" if state else "U") * (product * (-1.0 if value == DV else scale))
+            return y, times(load(keys.at[key + zero, run.tokens].T), y)
+
+        size = BLOCKS if V <= WHOLE_VALUES else BLOCKS // 2
+        runs = [Run(first, blocks[first : first + size]) for first in range(0, BLOCKS, size)]
+        dg_blocks, dq_runs, through_S, dk_runs = [x.dg for x in blocks], [], [], []
+        for run in runs:
+            y, later = through(0, DO, 0, run)
+            dq_runs.append((run.join("dq") + y).astype(dtype))
+            y, moved = through(0, DV, 1, run)
+            through_S.append(run.join("dk") + y)
+            for i, x in enumerate(_columns(later + moved), run.first):
+                dg_blocks = add_sums(dg_blocks, x, i, True, emulated)
+        for run, dk_run in zip(runs, through_S, strict=True):
+            y, earlier = through(1, V_NEW, 1, run)
+            dk_runs.append((dk_run + y).astype(dtype))
+            for i, x in enumerate(_columns(earlier), run.first):
+                dg_blocks = add_sums(dg_blocks, x, i, False, emulated)
+        rg.boundary(**kw)
         zero = rg.opaque_zero(**kw)
-        dos, vs, dvs = (values.at[i + zero] for i in range(3))
-        n, b, h, head, part, rows, channels = place(zero)  # addresses again rather than kept
-
-        def through(a: Any, b: Any, factor: float, decay: str) -> jax.Array:
-            """decay (factor a b)."""
-            return jnp.concatenate([getattr(x, decay) for x in blocks], 1) * (_product(a, b) * factor)
-
-        def moved(x: Any, y: jax.Array) -> jax.Array:
-            return times(_load(x.T), y)
-
-        def gathered(part: str, y: jax.Array) -> jax.Array:
-            return jnp.concatenate([getattr(x, part) for x in blocks], 1) + y
-
-        dg_blocks = [x.dg for x in blocks]
-        y = through(Ss.T, dos.T, scale, "U")
-        dq_chunk, later = gathered("dq", y).astype(dtype), moved(qs, y)
-        y = through(Ss.T, dvs.T, -1.0, "U")
-        dk_chunk, later = gathered("dk", y), later + moved(ks, y)
-        for i, x in enumerate(_columns(later)):
-            dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, True, emulated)
-        y = through(dSs.T, vs.T, scale, "D")
-        dk_chunk, earlier = (dk_chunk + y).astype(dtype), moved(ks, y)
-        for i, x in enumerate(_columns(earlier)):
-            dg_blocks = add_sums(dg_blocks, x, i, BLOCKS, False, emulated)
+        n, b, h, head, part, rows, channels = place(zero)
+        (qs, ks), (Ss, dSs), results = ([x.at[i + zero] for i in range(2)] for x in (keys, states, gradients))
+        gates = [x.at[zero] for x in gate_tiles]
         plgpu.commit_smem()
-        results = [gradients.at[i] for i in (0, 1)]  # in the place of values
-        results[0].T[...], results[1].T[...] = dq_chunk, dk_chunk
+        for target, both in zip(results, (dq_runs, dk_runs), strict=True):
+            target.T[...] = jnp.concatenate(both, 1)  # in the place of values
         plgpu.commit_smem()
 
         def store_keys() -> None:
@@ -311,14 +213,14 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
         else:
             load_gate()
             for i, (y, dy) in enumerate(zip((qs, ks), results, strict=True)):
-                inner = inner_products([(_load(y), _load(dy))], emulated)
+                inner = inner_products([(load(y), load(dy))], emulated)
                 inner = lax.broadcast_in_dim(inner, (CHUNK, 8), (0,))
                 memory.store_rows(exchange.at[i, head, part, rows], inner, **kw)
 
         end = lv.block_end(blocks[-1].U, **kw)
         decayed = scale * jnp.concatenate([end] * BLOCKS, 1)
         starts = [pl.ds(start, CHUNK) for start in range(0, V, CHUNK)]
-        overlap = inner_products(((_load(Ss.at[x].T), _load(dSs.at[x].T)) for x in starts), emulated)
+        overlap = inner_products(((load(Ss.at[x].T), load(dSs.at[x].T)) for x in starts), emulated)
         overlap = lax.broadcast_in_dim(overlap, (CHANNELS, CHUNK), (0,))
         dg_chunk = jnp.concatenate(dg_blocks, 1) + decayed * overlap
         if raw is None:
@@ -327,9 +229,8 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
             return
 
         # 4. raw inputs
-        dx, dspeed = raw.activation.decay_gradients(log_decay(), speed, dg_chunk, **kw)
-        if raw.tokens % CHUNK:
-            dx, dspeed = (jnp.where(is_token(), x, jnp.zeros_like(x)) for x in (dx, dspeed))
+        dx, dspeed = raw.activation.decay_gradients(log_decay(), jnp.exp(A_log[h]), dg_chunk, **kw)
+        dx, dspeed = (at_tokens(x, 0.0) for x in (dx, dspeed))
         if gate == f32:
             memory.store_transposed(dg.at[b, rows, h, channels], dx, **kw)
         for target in gates:
@@ -370,11 +271,11 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
         ],
         **grid,
         scratch_types=[
-            *[tile((CHUNK, CHANNELS), dtype, CHANNELS)] * 2,
+            tile((2, CHUNK, CHANNELS), dtype, CHANNELS),
             plgpu.RefUnion(tile((3, CHUNK, V), dtype, 64), tile((2, CHUNK, CHANNELS), dtype, CHANNELS)),
-            *[tile((V, CHANNELS), dtype, CHANNELS)] * 2,
+            tile((2, V, CHANNELS), dtype, CHANNELS),
             plgpu.RefUnion(
-                *[tile((CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
+                *[tile((1, CHUNK, CHANNELS), gate, CHANNELS)] * (gate != f32),
                 [plgpu.SMEM((CHUNK, CHUNK), dtype)] * 2,
             ),
             plgpu.Barrier(num_arrivals=3),

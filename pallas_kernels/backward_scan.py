@@ -19,11 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
+from pallas_kernels.config import STAGES
 from pallas_kernels.inputs import CHUNK
 from pallas_kernels.memory import tile
+from pallas_kernels.scan import REGISTER_KEYS
 
 ROWS = rg.ROWS  # values a warpgroup
-STAGES = 2  # chunks a block holds in shared memory
+MOST_STAGES = 2  # chunks a block holds in shared memory
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of three warpgroups; two have room without
 f32 = jnp.float32
 
@@ -42,7 +44,8 @@ def make_backward_scan(
     """
     B, T, HV, V = v_shape
     chunks = T // CHUNK
-    emulated = interpret is not None
+    stages = min(STAGES[K], MOST_STAGES)
+    emulated, wide = interpret is not None, K > REGISTER_KEYS
 
     def kernel(*refs: Any) -> None:
         where, qU, kD, w, u, A, total, XT, do, initial, dfinal, S, dS, v_new, dv, dinitial, *scratch = refs
@@ -55,9 +58,9 @@ def make_backward_scan(
         first_value = lax.axis_index("v") * (ROWS * warpgroups)
         own_values = pl.ds(first_value + wg * ROWS, ROWS)
 
-        def multiply(total: Any, a: jax.Array, b: Any) -> None:
-            """total += a b, a in registers."""
-            if not emulated:
+        def multiply(total: Any, a: Any, b: Any) -> None:
+            """total += a b."""
+            if not (emulated and isinstance(a, jax.Array)):
                 plgpu.wgmma(total, a, b)
                 return
             buffer = next(x for x in bounce if x.shape[2] == a.shape[1]).at[wg]
@@ -75,7 +78,7 @@ def make_backward_scan(
             def place(n: jax.Array) -> jax.Array:
                 return first_chunk + (length - 1 - n if reverse else n)
 
-            def put(out: jax.Array, n: jax.Array) -> None:
+            def put(out: jax.Array, n: jax.Array, wg: jax.Array) -> None:
                 """The values of step n; before the first out of bounds, where no other span's are: a branch would cost
                 the overlap with the products.
                 """
@@ -84,27 +87,37 @@ def make_backward_scan(
                 rows = pl.ds(jnp.where(n < 0, chunks + span, place(n)) * CHUNK, CHUNK)
                 plgpu.copy_smem_to_gmem(values_out.at[wg], results.at[b, rows, h, own_values])
 
-            def store(state: jax.Array, previous: jax.Array, n: jax.Array) -> None:
+            def store(state: jax.Array, previous: jax.Array, n: jax.Array, wg: jax.Array) -> None:
                 """The state of step n and the values of the step before."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 state_out.at[wg][...] = state
-                put(previous, n - 1)
+                put(previous, n - 1, wg)
                 plgpu.copy_smem_to_gmem(state_out.at[wg], states.at[head, place(n), own_values])
 
             def step(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 Z, previous, s = carry
                 plgpu.barrier_wait(full.at[s])
+                zero = rg.opaque_zero(interpret=emulated) if wide else 0  # as in `scan`
+                s, own = s + zero, wg + zero
+                state: Any = Z.astype(dtype)
+                if wide:  # the registers do not hold it twice
+                    store(state, previous, n, own)
+                    state = state_out.at[own]
                 decay = plgpu.load(totals.at[s], layout=rg.LAYOUT.reduce(0), optimized=False)
-                state, decayed = Z.astype(dtype), Z * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+                decayed = Z * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+
+                def meanwhile() -> None:
+                    if not wide:
+                        store(state, previous, n, own)
 
                 def backward(corrections: Any, update: Any, outputs: Any) -> tuple[jax.Array, jax.Array]:
-                    cotangents = values_in.at[s, wg].T
+                    cotangents = values_in.at[s, own].T
                     plgpu.wgmma(corrections, cotangents, As.at[s])
                     multiply(corrections, state, ks.at[s].T)
                     if not emulated:  # the interpreter cannot start from a value
                         update[...] = decayed
                     plgpu.wgmma(update, cotangents, qs.at[s])
-                    store(state, previous, n)
+                    meanwhile()
                     exact = -plgpu.wgmma_accumulator_load(corrections, wait_n=1)
                     negative = exact.astype(dtype)
                     multiply(update, negative, ws.at[s])
@@ -116,8 +129,8 @@ def make_backward_scan(
 
                 def forward(corrections: Any, update: Any) -> tuple[jax.Array, jax.Array]:
                     multiply(corrections, state, ws.at[s].T)
-                    store(state, previous, n)
-                    new = plgpu.load(values_in.at[s, wg].T, layout=rg.LAYOUT).astype(f32)
+                    meanwhile()
+                    new = plgpu.load(values_in.at[s, own].T, layout=rg.LAYOUT).astype(f32)
                     new = (new - plgpu.wgmma_accumulator_load(corrections)).astype(dtype)
                     if not emulated:
                         update[...] = decayed
@@ -129,7 +142,7 @@ def make_backward_scan(
                 accumulators = [plgpu.ACC((ROWS, columns), f32) for columns in sizes]
                 Z, out = pl.run_scoped(backward if reverse else forward, *accumulators)
                 plgpu.barrier_arrive(free.at[s])
-                return Z, out, jnp.where(s == STAGES - 1, 0, s + 1)
+                return Z, out, jnp.where(s == stages - 1, 0, s + 1)
 
             @pl.when(wg == warpgroups)
             def produce() -> None:
@@ -147,7 +160,7 @@ def make_backward_scan(
                         plgpu.copy_gmem_to_smem(source, values_in.at[s, i], full.at[s])
                     plgpu.copy_gmem_to_smem(total.at[head, chunk], totals.at[s], full.at[s])
 
-                memory.load_ahead(length, free, fetch, STAGES)
+                memory.load_ahead(length, free, fetch, stages)
 
             @pl.when(wg < warpgroups)
             def consume() -> None:
@@ -157,7 +170,7 @@ def make_backward_scan(
                 previous = plgpu.layout_cast(jnp.zeros((ROWS, CHUNK), dtype), rg.LAYOUT)
                 Z, out, _ = lax.fori_loop(0, length, step, (Z, previous, jnp.int32(0)))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                put(out, length - 1)
+                put(out, length - 1, wg)
                 if reverse:
                     memory.store_transposed(dinitial.at[span, h, :, own_values], Z * scale, interpret=emulated)
                 plgpu.wait_smem_to_gmem(0)
@@ -166,11 +179,11 @@ def make_backward_scan(
         pl.when(reverse)(lambda: run(True))
         pl.when(jnp.logical_not(reverse))(lambda: run(False))
 
-    scratch = [tile((STAGES, CHUNK, K), dtype, 64)] * 3 + [tile((STAGES, CHUNK, CHUNK), dtype, 64)] * 2
-    scratch += [tile((STAGES, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((STAGES, K), f32)]
+    scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3 + [tile((stages, CHUNK, CHUNK), dtype, 64)] * 2
+    scratch += [tile((stages, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((stages, K), f32)]
     scratch += [tile((warpgroups, ROWS, K), dtype, 64), tile((warpgroups, CHUNK, ROWS), dtype, 64)]
-    scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=STAGES) for n in (3, 6)]
-    scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES)]
+    scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=stages) for n in (3, 6)]
+    scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
         scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in sorted({CHUNK, K})]
     states = jax.ShapeDtypeStruct((B * HV, chunks, V, K), dtype)

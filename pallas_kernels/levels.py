@@ -87,7 +87,7 @@ def store_pairs(ref: Any, M: jax.Array, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), rg.LAYOUT))
     def piece(_, ref, M):
-        words = rg.words(M).reshape(-1, 4)
+        words = rg.words(M).reshape(-1, 2, 2).swapaxes(1, 2).reshape(-1, 4)
         for source, row in enumerate(words):
             value = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), list(row))
             value = vector.bitcast(ir.VectorType.get((8,), M.mlir_dtype), value)
@@ -111,7 +111,7 @@ def load_block(ref: Any, source: int, target: int, dtype: Any, *, interpret: boo
         pairs = [
             vector.extract_strided_slice(ir.VectorType.get((2,), element), value, [2 * e], [2], [1]) for e in range(4)
         ]
-        return rg.wrap(np.array(pairs, object), BLOCK)
+        return rg.wrap(np.array(pairs, object).reshape(2, 2).T, BLOCK)
 
     return piece(ref)
 

@@ -109,16 +109,30 @@ def mma(c: list[Register], a: list[Register], b: list[Register], dtype: ir.Type)
 
 
 def opaque_zero(*, interpret: bool) -> jax.Array:
-    """0, but the compiler does not know: added to an index, it keeps addresses from being computed ahead of a loop."""
+    """0, but no compiler knows: added to an index, it keeps addresses from being computed early and kept."""
     if interpret:
         return jnp.int32(0)
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=plgpu.Layout.WG_SPLAT))
     def piece(_):
-        zero = llvm.inline_asm(i32_type(), [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
+        ptx = "mov.u32 $0, %nctaid.x; shr.u32 $0, $0, 31;"  # a constant ptxas would know
+        zero = llvm.inline_asm(i32_type(), [], ptx, "=r", has_side_effects=True)
         return fa.FragmentedArray.splat(zero, (), is_signed=True)
 
     return piece()
+
+
+def boundary(*, interpret: bool) -> None:
+    """Nothing, but a branch that is never taken: the compiler moves no arithmetic across and keeps nothing loaded."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def piece(_):
+        ptx = "{ .reg .pred p; .reg .u32 n; mov.u32 n, %nctaid.x; setp.eq.u32 p, n, 0; @p trap; }"
+        llvm.inline_asm(None, [], ptx, "~{memory}", has_side_effects=True)
+
+    piece()
 
 
 def blocks(x: jax.Array) -> jax.Array:

@@ -97,7 +97,7 @@ def kda_raw_mosaic(
     activation = Activation(decay.lower_bound, bool(negative_eigenvalues))
     static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation, resets=resets)
     inputs, parameters = (q, k, v, g_raw, beta_raw), (decay.A_log, decay.dt_bias)
-    if packing is not None and unsupported_reason(k, scale) is not None:
+    if packing is not None and unsupported_reason(scale) is not None:
         activated = select_valid(packing, *_activate(static, *inputs, *parameters))
         options: dict[str, Any] = {"g_min": decay.lower_bound, "config": config, "interpret": interpret}
         return kda_mosaic(*activated, scale=scale, initial_state=initial_state, packing=packing, **options)
@@ -224,7 +224,7 @@ def _kda_forward(static: _Static, *inputs: jax.Array) -> tuple[tuple[jax.Array, 
 def _kda_backward(
     static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
-    if not static.every and unsupported_reason(inputs[1], static.scale) is None:
+    if not static.every and unsupported_reason(static.scale) is None:
         arrays = ", ".join(static.axes())
         gradients = list(_mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents)))
         if static.activation is not None:

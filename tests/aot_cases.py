@@ -68,7 +68,7 @@ def cases() -> Iterator[Case]:
 
 def backward_cases() -> Iterator[Case]:
     B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
-    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128)):
+    for K, V in ((128, 128), (64, 64), (128, 256), (192, 128), (256, 192), (256, 256)):
         label = f"{jnp.dtype(dtype).name} {K} {V}"
         qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
@@ -83,8 +83,9 @@ def backward_cases() -> Iterator[Case]:
         arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
         yield f"backward chunk {label}", chunk, arrays
         for bound, resets in [(None, False), (-5.0, False), (-5.0, True)][: 2 + (K == V)]:
-            problem = Problem(qk, v, dtype, bound is not None, Raw(Activation(bound, True), dtype, T), resets)
-            bounded = " bounded" * (bound is not None) + ", resets" * resets
+            raw = Raw(Activation(bound, True), dtype, T - 3 * resets)
+            problem = Problem(qk, v, dtype, bound is not None, raw, resets)
+            bounded = " bounded" * (bound is not None) + ", resets, ragged" * resets
             prepare = make_prepare(problem, inverse=True)
             gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
             yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]

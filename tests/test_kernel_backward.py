@@ -82,8 +82,10 @@ def test_a_sequence_in_pieces(rng):
     check(arrays(rng, "slow", T=200, H=1, HV=2, K=64, V=64), kernels(Config(pieces=6)))
 
 
-def test_three_parts_of_the_keys(rng):
-    check(arrays(rng, "slow", T=70, H=1, HV=1, K=192, V=64), kernels(Config(stages=2)))
+@pytest.mark.parametrize(("K", "stages"), [(192, 2), (256, 1)])
+def test_wide_keys(rng, K, stages):
+    """Three parts of the keys; four, a state that the registers do not hold twice, and one stage."""
+    check(arrays(rng, "slow", T=140, H=1, HV=1, K=K, V=64), kernels(Config(stages=stages)))
 
 
 def test_identical_keys_that_forget_nothing(rng):

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
-from pallas_kernels.config import Config
+from pallas_kernels.config import STAGES, Config
 from pallas_kernels.vjp import kda_raw_mosaic
 
 NAMES = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
@@ -39,8 +39,12 @@ def cancelled(total, raw, lower_bound, **options):
 
 @pytest.mark.parametrize(
     ("lower_bound", "negative_eigenvalues", "K", "gate", "route"),
-    # two blocks of 64 channels share the norm
-    [(None, True, 64, "float32", "apart"), (-5.0, False, 128, "bfloat16", "overlapped")],
+    # two and four blocks of 64 channels share the norm
+    [
+        (None, True, 64, "float32", "apart"),
+        (-5.0, False, 128, "bfloat16", "overlapped"),
+        (None, False, 256, "bfloat16", "apart"),
+    ],
 )
 def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, K, gate, route):
     arrays = draw(rng, K, gate)
@@ -50,7 +54,8 @@ def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, K, g
         *inputs, A_log, dt_bias, state = arrays
         # of the hand-over between blocks the interpreter knows nothing
         interpret = plgpu.InterpretGPUParams(detect_races=route == "apart")
-        options = {"scale": 0.1, "initial_state": state, "config": Config(route=route), "interpret": interpret}
+        config = Config(stages=STAGES[K], route=route)
+        options = {"scale": 0.1, "initial_state": state, "config": config, "interpret": interpret}
         decay = Decay(A_log, dt_bias, lower_bound)
         return kda_raw_mosaic(*inputs, decay, negative_eigenvalues=negative_eigenvalues, **options)
 
