@@ -57,7 +57,7 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(vjp, "forward", forward)
     monkeypatch.setattr(vjp, "backward", backward)
-    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: None)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda scale: None)
     mapping.over_batch_and_heads.cache_clear()
 
 
@@ -153,7 +153,7 @@ def test_gradients_of_packed_sequences(rng):
 @pytest.mark.parametrize("reason", [None, "no backward kernels"])
 def test_segments_with_bounded_decay(rng, monkeypatch, reason):
     """The decay that resets a state is beyond every bound."""
-    monkeypatch.setattr(vjp, "unsupported_reason", lambda k, scale: reason)
+    monkeypatch.setattr(vjp, "unsupported_reason", lambda scale: reason)
     ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
     packing = plan_segments(jnp.asarray(ids))
     *arrays, state = (x[:1] for x in inputs(rng))
