@@ -54,7 +54,8 @@ def make_overlapped(problem: Problem, *, scale: float, has_state: bool = False, 
     segments = pl.cdiv(chunks, SEGMENT)
     # the interpreter, whose scan comes last, holds all chunks
     ring = chunks if emulated else min(RING, chunks)
-    handed_over = problem._replace(**{x: (B, ring * CHUNK, *getattr(problem, x)[2:]) for x in ("q_shape", "v_shape")})
+    q_shape, v_shape = ((B, ring * CHUNK, *shape[2:]) for shape in (problem.q_shape, problem.v_shape))
+    handed_over = problem._replace(q_shape=q_shape, v_shape=v_shape)
 
     def kernel(*refs: Any) -> None:
         tokens, refs = refs[: problem.arrays], refs[problem.arrays :]
