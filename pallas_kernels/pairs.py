@@ -110,30 +110,32 @@ def _between_runs(even: Run, odd: Run, chunk: Chunk) -> list[Block]:
     kw = {"interpret": chunk.interpret}
     even_end, odd_end = (lv.block_end(run.blocks[-1].U, **kw) for run in (even, odd))
 
-    def decayed(ref: Any, run: Run) -> list[jax.Array]:
-        F = [x.D for x in run.blocks] if run is even else [x.U for x in run.blocks]
-        return [times(chunk.load(ref, b), f) for b, f in enumerate(F, run.first)]
+    def decayed(ref: Any, run: Run, i: int) -> jax.Array:
+        x = run.blocks[i]
+        return times(chunk.load(ref, run.first + i), x.D if run is even else x.U)
 
-    kF = decayed(chunk.k, even)
+    n = len(even.blocks)
+    kF = [decayed(chunk.k, even, j) for j in range(n)]
     later, dg = [], [x.dg for x in odd.blocks]
-    for i, (x, own_q, own_k) in enumerate(zip(odd.blocks, decayed(chunk.q, odd), decayed(chunk.k, odd), strict=True)):
+    for i, x in enumerate(odd.blocks):
         p = t = zeros(BLOCK)
-        for j, source in enumerate(kF):
+        for j in range(n):
             X, Y = chunk.scores(even.first + j, odd.first + i)
-            p, t = lv.add_products(p, Factor(source, X), **kw), lv.add_products(t, Factor(source, Y), **kw)
-        dg = add_sums(dg, times(own_q, p) + times(own_k, t), i, True, chunk.interpret)
+            p, t = lv.add_products(p, Factor(kF[j], X), **kw), lv.add_products(t, Factor(kF[j], Y), **kw)
+        moved = times(decayed(chunk.q, odd, i), p) + times(decayed(chunk.k, odd, i), t)
+        dg = add_sums(dg, moved, i, True, chunk.interpret)
         later.append(x._replace(dq=x.dq + x.U * p, dk=x.dk + x.U * t))
     later = [x._replace(U=x.U * even_end, dg=y) for x, y in zip(later, dg, strict=True)]
     rg.boundary(**kw)
 
-    qF, kF = decayed(chunk.q, odd), decayed(chunk.k, odd)
+    kF, qF = ([decayed(x, odd, j) for j in range(n)] for x in (chunk.k, chunk.q))
     earlier, dg = [], [x.dg for x in even.blocks]
-    for i, (x, own_k) in enumerate(zip(even.blocks, decayed(chunk.k, even), strict=True)):
+    for i, x in enumerate(even.blocks):
         t = zeros(BLOCK)
-        for j, sources in enumerate(zip(kF, qF, strict=True)):
+        for j in range(n):
             X, Y = chunk.scores(odd.first + j, even.first + i)
-            t = lv.add_products(t, Factor(sources[0], Y), Factor(sources[1], X), **kw)
-        dg = add_sums(dg, times(own_k, t), i, False, chunk.interpret)
+            t = lv.add_products(t, Factor(kF[j], Y), Factor(qF[j], X), **kw)
+        dg = add_sums(dg, times(decayed(chunk.k, even, i), t), i, False, chunk.interpret)
         earlier.append(x._replace(dk=x.dk + x.D * t))
     earlier = [x._replace(D=x.D * odd_end, dg=y) for x, y in zip(earlier, dg, strict=True)]
     rg.boundary(**kw)
