@@ -17,7 +17,7 @@ from pallas_kernels.fused import make_fused
 from pallas_kernels.inputs import Problem, Raw
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
-from pallas_kernels.scan import make_scan
+from pallas_kernels.scan import REGISTER_KEYS, make_scan
 from pallas_kernels.spans import compose, find_spans
 
 ROWS = 8  # tokens in a group of shared memory's layout
@@ -69,6 +69,10 @@ def forward(
     prepared = make_prepare(problem, interpret=interpret)(*arrays)
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
+        if state is None and q.shape[3] > REGISTER_KEYS and options.get("outputs", True):
+            state = jnp.zeros(
+                (spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32
+            )  # else it spills
         has_state = state is not None
         options |= {"scale": scale, "config": config, "has_state": has_state, "interpret": interpret}
         run = make_scan(spans.shape[0], v.shape, q.shape[3], v.dtype, **options)

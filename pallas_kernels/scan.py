@@ -92,6 +92,8 @@ class Recurrence(NamedTuple):
         state = self.operand(S.astype(self.dtype))
         decay = plgpu.load(chunk.total, layout=rg.LAYOUT.reduce(0), optimized=False)
         decayed = S * lax.broadcast_in_dim(decay, (ROWS, K), (1,))
+        if K > REGISTER_KEYS:
+            rg.boundary(interpret=self.emulated)  # which S itself does not pass: there is no room for it
 
         def products(corrections: Any, update: Any, *results: Any) -> tuple[jax.Array, ...]:
             self.multiply(corrections, state, chunk.w.T)
