@@ -29,7 +29,11 @@ CONFIG = "config.json"
 
 
 def load_config(directory: str | Path) -> HybridConfig:
-    """The configuration of a checkpoint; no weight is read. Arguments and errors as `load`'s."""
+    """The configuration of a checkpoint; no weight is read.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load`, of config.json and of missing files.
+    """
     directory = Path(directory)
     document = read_object(directory / CONFIG)
     return hf_config.from_json(document, Files.of(directory).dtype)
