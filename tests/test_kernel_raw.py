@@ -1,5 +1,7 @@
 """Raw projections through the kernels' public function, in the interpreter, against the float64 oracle."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,10 @@ from kda_jax import Decay
 from pallas_kernels.config import STAGES, Config
 from pallas_kernels.vjp import kda_raw_mosaic
 
+# The interpreter waits for ever where XLA has fewer threads than a cluster has blocks. NPROC says how many it has.
+FOUR_THREADS = pytest.mark.skipif(
+    int(os.environ.get("NPROC", os.cpu_count() or 1)) < 4, reason="needs four threads: set NPROC=8"
+)
 NAMES = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
 T, H, HV, V = 70, 1, 2, 64  # the tokens behind the end must not decay the state
 
@@ -43,7 +49,7 @@ def cancelled(total, raw, lower_bound, **options):
     [
         (None, True, 64, "float32", "apart"),
         (-5.0, False, 128, "bfloat16", "overlapped"),
-        (None, False, 256, "bfloat16", "apart"),
+        pytest.param(None, False, 256, "bfloat16", "apart", marks=FOUR_THREADS),
     ],
 )
 def test_outputs_and_every_gradient(rng, lower_bound, negative_eigenvalues, K, gate, route):
