@@ -46,8 +46,8 @@ def kda_with_states(
 ) -> tuple[Values, State, Float[Array, "B chunks HV K V"]]:
     """`kda` with the state after every chunk: the checkpoints of a prefix cache.
 
-    The arguments are `kda`'s without `cu_seqlens`, whose sequences would begin inside chunks; implementations are "mosaic_gpu", which takes a `chunk_size` of 64 or more and has the
-    gradients of the chunk form, and "chunk".
+    The arguments are `kda`'s without `cu_seqlens`, whose sequences would begin inside chunks; implementations are
+    "mosaic_gpu", which takes a `chunk_size` of 64 or more and has the gradients of the chunk form, and "chunk".
 
     Returns:
       o and final_state as `kda`; states [B, ceil(T / chunk_size), HV, K, V] in final_state's dtype, where states[:, c]
