@@ -51,7 +51,7 @@ def forward(
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]
     q, k, v, g, beta = inputs
-    B, dtype = v.shape[0], v.dtype
+    (B, _, HV, V), K, dtype = v.shape, q.shape[3], v.dtype
     if dtype == jnp.float32:
         q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
@@ -69,20 +69,18 @@ def forward(
     prepared = make_prepare(problem, interpret=interpret)(*arrays)
 
     def scan(spans: jax.Array, state: jax.Array | None = None, config: Config = config, **options: Any) -> Any:
-        if state is None and q.shape[3] > REGISTER_KEYS and options.get("outputs", True):
-            state = jnp.zeros(
-                (spans.shape[0], *v.shape[2:3], *q.shape[3:], *v.shape[3:]), jnp.float32
-            )  # else it spills
+        if state is None and K > REGISTER_KEYS and options.get("outputs", True):  # registers spill without
+            state = jnp.zeros((spans.shape[0], HV, K, V), jnp.float32)
         has_state = state is not None
         options |= {"scale": scale, "config": config, "has_state": has_state, "interpret": interpret}
-        run = make_scan(spans.shape[0], v.shape, q.shape[3], v.dtype, **options)
+        run = make_scan(spans.shape[0], v.shape, K, v.dtype, **options)
         return run(spans, *prepared, *([state] if has_state else []))
 
     pieces = config.pieces if sequences is None else 1
     spans = find_spans(B, problem.chunks, pieces, sequences)
     if pieces > 1:
-        (maps,), (HV, V) = scan(spans, config=Config(stages=config.stages), outputs=False), v.shape[2:]
-        initial = jnp.zeros((B, HV, q.shape[3], V), jnp.float32) if initial_state is None else initial_state
+        (maps,) = scan(spans, config=Config(stages=config.stages), outputs=False)
+        initial = jnp.zeros((B, HV, K, V), jnp.float32) if initial_state is None else initial_state
         before, final_state = compose(maps[..., V:], maps[..., :V], initial)
         o, _, *states = scan(spans, before, every=every)
     else:

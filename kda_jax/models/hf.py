@@ -34,9 +34,14 @@ def load_config(directory: str | Path) -> HybridConfig:
     Raises:
       FileNotFoundError, ValueError: as `load`, of config.json and of missing files.
     """
-    directory = Path(directory)
+    return _open(Path(directory))[0]
+
+
+def _open(directory: Path) -> tuple[HybridConfig, Files]:
+    """What config.json and the files' headers say."""
     document = read_object(directory / CONFIG)
-    return hf_config.from_json(document, Files.of(directory).dtype)
+    files = Files.of(directory)
+    return hf_config.from_json(document, files.dtype), files
 
 
 def load(
@@ -54,8 +59,7 @@ def load(
       ValueError: for a config.json that is none, or with values that this library does not have, listing them.
       CheckpointError: listing every tensor that is missing, superfluous, of a wrong shape or dtype, or truncated.
     """
-    directory = Path(directory)
-    config, files = load_config(directory), Files.of(directory)
+    config, files = _open(Path(directory))
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
