@@ -3,6 +3,8 @@
 import fcntl
 import threading
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import clock
@@ -28,6 +30,21 @@ def test_short_programs_run_several_times_a_sample(monkeypatch):
     times = clock.interleave(samples)
     assert turns == [1, 1, 1, 1, 30] * clock.ROUNDS
     assert times == {ms: {"median_ms": pytest.approx(ms), "min_ms": pytest.approx(ms)} for ms in (1, 30)}
+
+
+def test_repeated_calls_are_not_one():
+    """The work stays inside the loop, though the arguments never change, and its last results are returned."""
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+
+    def function(x):
+        return x @ x, jnp.sin(x)
+
+    program = clock.build(clock.repeated(function, 3), x, repeats=3)
+    for got, want in zip(program(x), function(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    loop, once = program.run.as_text().split("\nENTRY")
+    assert "dot_general" in loop and "dot_general" not in once
+    assert clock.repeated(function, 1) is function
 
 
 def test_a_queue(tmp_path):
