@@ -7,6 +7,7 @@ Every piece has a twin in plain jnp for the interpreter (`interpret=True`), so t
 is checked on a CPU. Pieces are written for Lane semantics; a "block" is a warp's 16 rows.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -183,21 +184,34 @@ def store_operand(ref: Any, x: jax.Array, *, interpret: bool) -> None:
 
 
 def block_scores(
-    totals: tuple[jax.Array, jax.Array], q: jax.Array, k: jax.Array, ref: Any, distance: int, *, interpret: bool
+    totals: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    ref: Any,
+    distance: int,
+    factor: jax.Array | None,
+    *,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """totals + the products of q and of k [64, 32] with the stored operand of the block `distance` before (of the
-    four, cyclically).
+    four, cyclically), times a factor [64, 32] of channels, the same in all rows of a block.
     """
     if interpret:
         before = jnp.roll(rg.blocks(ref[...]), distance, 0)
+        if factor is not None:
+            before = (before * rg.blocks(factor.astype(q.dtype))).astype(q.dtype).astype(jnp.float32)
 
         def add(total, x):
             return total + rg.dot("wid,wjd->wij", rg.blocks(x), before).reshape(rg.ROWS, rg.BLOCK)
 
         return add(totals[0], q), add(totals[1], k)
 
-    @plgpu.inline_mgpu(arg_types=(rg.LAYOUT,) * 4 + (plgpu.RefType(),), return_type=[rg.array(16), rg.array(16)])
-    def piece(_, total_q, total_k, q_, k_, ref):
+    factors = [] if factor is None else [factor.astype(q.dtype)]
+    layouts = (rg.LAYOUT,) * (4 + len(factors))
+
+    @plgpu.inline_mgpu(arg_types=(*layouts, plgpu.RefType()), return_type=[rg.array(16), rg.array(16)])
+    def piece(_, total_q, total_k, q_, k_, *rest):
+        *factors, ref = rest
         warp = arith.andi(arith.subi(rg.warp(), rg.i32(distance)), rg.i32(3))
         chunk = arith.addi(arith.shli(warp, rg.i32(6)), rg.lane())
         b = []
@@ -210,6 +224,9 @@ def block_scores(
                 for e in range(4)
             ]
         words = np.array(b, object).reshape(4, 2)
+        for x in factors:  # whose two row halves are the same
+            times = functools.partial(_times, dtype=q_.mlir_dtype)
+            words = np.vectorize(times, otypes=[object])(words, rg.words(x)[:, :1])
         out = []
         for total, x in ((total_q, rg.words(q_)), (total_k, rg.words(k_))):
             c = [pair[0] + pair[1] for pair in rg.elements(total)]
@@ -224,5 +241,10 @@ def block_scores(
             out.append(rg.from_elements([[x[:2], x[2:]] for x in c]))
         return out
 
-    total_q, total_k = piece(*totals, q, k, ref)
+    total_q, total_k = piece(*totals, q, k, *factors, ref)
     return total_q, total_k
+
+
+def _times(a: rg.Register, b: rg.Register, dtype: ir.Type) -> rg.Register:
+    """Of words of two 16-bit numbers."""
+    return llvm.inline_asm(rg.i32_type(), [a, b], f"mul.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", has_side_effects=False)
