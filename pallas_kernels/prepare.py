@@ -92,13 +92,13 @@ def scores(tiles: Tiles, read: Reader, within: Exact | Dense, interpret: bool) -
         def end(offset):
             return memory.load_ends(ends.at[:, cs], BEFORE + offset, **kw)
 
-        pairs, decay_between = [], None
         queries, keys = decayed(q, U, dtype), decayed(k, U, dtype)
-        for distance, total in zip((1, 2, 3), between, strict=True):
-            pairs.append(fr.block_scores(total, queries, keys, operand, distance, decay_between, **kw))
-            block = end(-distance)
-            decay_between = block if decay_between is None else decay_between * block
-        U = U * decay_between
+        last, last_two = end(-1), end(-1) * end(-2)
+        pairs = [
+            fr.block_scores(total, queries, keys, operand, distance, between_blocks, **kw)
+            for distance, total, between_blocks in zip((1, 2, 3), between, (None, last, last_two), strict=True)
+        ]
+        U = U * (last_two * end(-3))
         # 3. decays over the whole chunk
         D = D * (end(1) * end(2) * end(3))
         memory.store_ends(ends.at[pl.ds(WHOLE, 4), cs], U, **kw)

@@ -65,7 +65,7 @@ class Exact:
         levels, crossed, diagonal = totals
         kw = {"interpret": interpret}
         row = iota(0, q.shape[1])
-        U, D = e, jnp.ones_like(e)
+        U, D = e, zeros(e.shape[1]) + 1
         own = k.astype(self.dtype)
         diagonal = fr.stacked_scores(diagonal, q.astype(self.dtype), own, own, **kw)
         added = []
@@ -74,8 +74,7 @@ class Exact:
             F = jnp.where(second, U, D)
             kF = decayed(k, F, self.dtype)
             added.append(fr.stacked_scores(total, decayed(q, F, self.dtype), kF, kF, **kw))
-            grown = F * fr.sibling_end(U, s, **kw)
-            U, D = jnp.where(second, grown, U), jnp.where(second, D, grown)
+            U, D = fr.grow(U, D, fr.sibling_end(U, s, **kw), s, **kw)
         F = fr.by_half(D, U, **kw)
         kF = decayed(k, F, self.dtype)
         crossed = fr.crossed_scores(crossed, decayed(q, F, self.dtype), kF, kF, **kw)
