@@ -17,7 +17,7 @@ from tolerances import assert_close
 from kda_jax import Decay
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
-from kda_jax.ops.prepare import select_valid
+from kda_jax.ops.packing import select_valid
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
 from pallas_kernels.inputs import CHUNK
