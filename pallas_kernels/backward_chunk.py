@@ -73,10 +73,10 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
     S, dS [B HV, T / 64, V, K]) -> dq, dk [B, T, HV, K], dg [B, T, HV, K] float32, dbeta [B, T, HV] float32; T a
     multiple of 64, beta not 0. It is exact for every decay, bounded or not.
 
-    With `problem.segments` marks follow; with `problem.raw` three more inputs, A_log [HV] and dt_bias [HV, K] float32 and the inverse norms of `prepare`, and
-    three more outputs: what each chunk adds to the gradients of A_log (a channel) and of dt_bias, [B, T / 64, HV, K]
-    float32, and the inner products that the blocks exchange, [2, B HV, K / 64, T] float32, of no further use. dg then
-    has the dtype of g.
+    With `problem.segments` one more input, marks [B, T] float32. With `problem.raw` three more, A_log [HV] and dt_bias
+    [HV, K] float32 and the inverse norms of `prepare`, and three more outputs: what each chunk adds to the gradients of
+    A_log (a channel) and of dt_bias, [B, T / 64, HV, K] float32, and the inner products that the blocks exchange, [2, B
+    HV, K / 64, T] float32, of no further use. dg then has the dtype of g.
     """
     (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
     parts = K // CHANNELS
@@ -123,12 +123,13 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
             return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
 
         def at_tokens(x: jax.Array, otherwise: float) -> jax.Array:
-            """x [channels, 64] at tokens, `otherwise` at padding and behind the row's end, 0 where the state is reset."""
+            """x [channels, 64] at tokens, `otherwise` at padding and behind the row's end, 0 where a state is reset."""
 
             def of_eight(first: int) -> jax.Array:  # the numbers of 64 would be kept for next time
                 y = x[:, first : first + 8]
                 for ref in marked:
-                    mark = plgpu.load(ref.at[b, pl.ds(n * CHUNK + first, 8)], layout=rg.LAYOUT.reduce(0), optimized=False)
+                    eight = ref.at[b, pl.ds(n * CHUNK + first, 8)]
+                    mark = plgpu.load(eight, layout=rg.LAYOUT.reduce(0), optimized=False)
                     mark = lax.broadcast_in_dim(mark, y.shape, (1,))
                     return jnp.where(mark > 1, y, otherwise * (1 - mark))
                 assert raw is not None
@@ -151,10 +152,13 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
         else:
             e = at_tokens(raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw), 1.0)
             plgpu.commit_smem()  # X takes the place of g
-            await_tokens(for_keys, qs, ks)
+            plgpu.barrier_wait(for_keys)
             for i, x in enumerate((qs, ks)):
                 norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
-                x[...] = (_wide(x) * norm).astype(dtype)
+                y = _wide(x) * norm
+                for ref in marked:  # not cleared as `do` is: registers spilled at 256 channels
+                    y = Marks.load(ref.at[b, rows]).keep(y)
+                x[...] = y.astype(dtype)
 
         # 1. gradients of the scores, symmetric, and of beta
         await_tokens(for_scores, dos)

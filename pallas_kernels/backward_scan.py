@@ -43,8 +43,8 @@ def make_backward_scan(
 ) -> Any:
     """The kernel (spans [N, 3] int32, qU, kD, w [B HV, T, K], u [B HV, T, V], A [B HV, T, 64], total [B HV, T / 64, K]
     float32, X^T [B HV, T, 64], do [B, T, HV, V], initial state and gradient of the final state, over `scale`, [N, HV,
-    K, V] float32, with `segments` marks [B, T] float32) -> S, dS' [B HV, T / 64, V, K], v_new, dv [B, T, HV, V], gradient
-    of the initial state [N, HV, K, V] float32; T a multiple of 64.
+    K, V] float32, with `segments` marks [B, T] float32) -> S, dS' [B HV, T / 64, V, K], v_new, dv [B, T, HV, V],
+    gradient of the initial state [N, HV, K, V] float32; T a multiple of 64.
 
     A span is a row of the batch, its first chunk there and its number of chunks; the results of chunks of no span are
     left as they are. S is the state before each chunk, dS' the gradient of that after it, over `scale`; V a multiple of
@@ -58,9 +58,9 @@ def make_backward_scan(
     def kernel(*refs: Any) -> None:
         (where, qU, kD, w, u, A, total, XT, do, initial, dfinal), refs = refs[:11], refs[11:]
         marked, (S, dS, v_new, dv, dinitial, *scratch) = refs[:segments], refs[segments:]
-        marks, scratch = scratch[:segments], scratch[segments:]
-        qs, ks, ws, As, Xs, values_in, totals, state_out, values_out, *barriers = scratch
+        qs, ks, ws, As, Xs, values_in, rows_in, state_out, values_out, *barriers = scratch
         full_forward, full_reverse, free, *bounce = barriers
+        totals, marks = rows_in.at[:, pl.ds(0, K)], [rows_in.at[:, pl.ds(K, CHUNK)] for _ in marked]
         wg = lax.axis_index("wg")
         span, h = lax.axis_index("s"), lax.axis_index("h")
         b, first_chunk, length = (where[span, i] for i in range(3))
@@ -194,9 +194,8 @@ def make_backward_scan(
         pl.when(reverse)(lambda: run(True))
         pl.when(jnp.logical_not(reverse))(lambda: run(False))
 
-    scratch = [plgpu.SMEM((stages, CHUNK), f32)] * segments
-    scratch += [tile((stages, CHUNK, K), dtype, 64)] * 3 + [tile((stages, CHUNK, CHUNK), dtype, 64)] * 2
-    scratch += [tile((stages, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((stages, K), f32)]
+    scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3 + [tile((stages, CHUNK, CHUNK), dtype, 64)] * 2
+    scratch += [tile((stages, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((stages, K + CHUNK * segments), f32)]
     scratch += [tile((warpgroups, ROWS, K), dtype, 64), tile((warpgroups, CHUNK, ROWS), dtype, 64)]
     scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=stages) for n in (3, 6 + segments)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]

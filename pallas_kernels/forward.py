@@ -36,8 +36,8 @@ def forward(
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta and, where rows have segments,
-    `Packing.marks` [B, T]; shapes as in `kda`.
+    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta and, where rows hold
+    segments, `Packing.marks` [B, T]; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`); q, k and v of float32 are rounded to bfloat16. Every g
     <= 0 is exact; g_min promises every g >= g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import registers as rg
 from pallas_kernels import memory
+from pallas_kernels import registers as rg
 from pallas_kernels.activation import EPSILON, LOG2E, Activation
 from pallas_kernels.within import Dense, Exact, Masks, iota, zeros
 
@@ -35,8 +35,8 @@ class Raw(NamedTuple):
 
 class Problem(NamedTuple):
     """What a forward kernel is made for: q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV]
-    float32; with `segments` marks [B, 64 ceil(T / 64)] float32 (`Marks`); with `raw` A_log [HV] and dt_bias [HV, K], both
-    float32. bounded: every g >= -5.
+    float32; with `segments` also marks [B, 64 ceil(T / 64)] float32 (`Marks`); with `raw` also A_log [HV] and dt_bias
+    [HV, K], both float32. bounded: every g >= -5.
     """
 
     q_shape: tuple[int, ...]
@@ -66,8 +66,8 @@ class Problem(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What `Packing.marks` says of a chunk's tokens: 0 for padding, which leaves the state as it is whatever it holds; 1
-    where the state before the token is reset, whatever its decay; 2 elsewhere.
+    """What `Packing.marks` says of a chunk's tokens: 0 for padding, which leaves the state as it is whatever it holds,
+    1 where the state before the token is reset whatever its decay, 2 elsewhere.
     """
 
     rows: jax.Array  # [64] float32
@@ -123,7 +123,7 @@ def reader(
     *,
     interpret: bool,
 ) -> Reader:
-    """The function of a slice of GROUP channels to q, k and exp(g) there, [64, GROUP] float32, of `tokens` q, k and g in
+    """The function of a slice of GROUP channels to q, k and exp(g) there, [64, GROUP] float32. tokens: q, k and g in
     shared memory, the first two without what padding holds; first: the chunk's first token. Raw inputs are normalised
     and activated on the way.
     """

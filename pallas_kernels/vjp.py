@@ -20,9 +20,9 @@ from pallas_kernels.inputs import CHUNK
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
+MARKS = "kda_marks"
 # For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; with these
 # too, nothing before them.
-MARKS = "kda_marks"
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state", MARKS)
 
 
@@ -123,8 +123,8 @@ class _Static(NamedTuple):
         return inputs, f"b t j v, {state}" + ", b c j k v" * (self.every > 0)
 
     def gradients(self) -> str:
-        """The axes of the gradients of the inputs, those of integers excepted; the parameters' row by row, so that rows can
-        be anywhere.
+        """The axes of the gradients of the inputs, integers excepted; the parameters' row by row, so that rows can be
+        anywhere.
         """
         rows = {"j": "b j", "j k": "b j k"}
         return ", ".join(rows.get(axes, axes) for axes in self.axes()[0].split(", ") if axes not in INTEGERS)
@@ -142,7 +142,7 @@ class _Static(NamedTuple):
 def _run_packed(
     static: _Static, packing: Packing | None, tokens: tuple[jax.Array, ...], state: jax.Array | None, *more: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`_run`, with the marks of segments, or with `cu_seqlens` of tokens moved to where each sequence begins a chunk."""
+    """`_run` with the marks of segments; with `cu_seqlens`, of tokens moved to where each sequence begins a chunk."""
     if packing is None:
         return _run(static, tokens, state, *more)
     if packing.cu_seqlens is None or packing.slot is None:
@@ -269,8 +269,8 @@ def _chunk_form_gradients(
 
 def _activate(activation: Activation, tokens: tuple[jax.Array, ...], parameters: Sequence[jax.Array]) -> Any:
     """The activated tokens of raw ones and A_log, dt_bias."""
-    q, k, v, g, beta = tokens
-    decay = Decay(*parameters, activation.lower_bound)
+    (q, k, v, g, beta), (A_log, dt_bias) = tokens, parameters
+    decay = Decay(A_log, dt_bias, activation.lower_bound)
     strength = write_strength(beta, activation.negative_eigenvalues)
     return l2_normalize(q), l2_normalize(k), v, decay(g), strength
 

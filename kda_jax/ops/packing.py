@@ -31,8 +31,9 @@ class Packing:
     cu_seqlens: CuSeqlens | None = None
 
     def marks(self) -> Int[Array, "B T"]:
-        """Both in one: 0 for padding, 1 where the state before the token is zero, 2 elsewhere."""
-        return jnp.where(self.valid, 2 - self.reset, 0)
+        """`valid` and `reset` in one: 0 for padding, 1 where the state before the token is zero, 2 elsewhere."""
+        mark = 2 if self.reset is None else jnp.where(self.reset, 1, 2)
+        return jnp.where(self.valid, mark, 0).astype(jnp.int32)
 
 
 def select_valid(packing: Packing | None, *arrays: Array) -> tuple[Array, ...]:
