@@ -11,10 +11,7 @@ LOG2E = 1.4426950408889634
 EPSILON = 1e-6  # of the L2 norm
 # log(1 + e^x) is x itself in float32 long before this, and e^x is still finite
 LARGE = 60.0
-# In the place of g: the state before the token is reset, a decay of exactly 0.
-RESET = -1e4
-# In the place of g_raw: the same, beyond any `lower_bound`; or the token leaves the state as it is.
-RAW_RESET, RAW_INERT = 1e30, -jnp.inf
+RAW_INERT = -jnp.inf  # in the place of g_raw: the token leaves the state as it is
 
 
 class Activation(NamedTuple):
@@ -23,16 +20,13 @@ class Activation(NamedTuple):
     lower_bound: float | None
     negative_eigenvalues: bool
 
-    def decay(self, x: jax.Array, speed: jax.Array, *, resets: bool, interpret: bool) -> jax.Array:
-        """exp(g) of x = g_raw + dt_bias and speed = exp(A_log); the logarithm to 3e-7. resets: whether g_raw may be
-        `RAW_RESET`.
-        """
+    def decay(self, x: jax.Array, speed: jax.Array, *, interpret: bool) -> jax.Array:
+        """exp(g) of x = g_raw + dt_bias and speed = exp(A_log); the logarithm to 3e-7."""
         if self.lower_bound is None:
             softplus = jnp.maximum(jnp.log(1 + jnp.exp2(jnp.minimum(x, LARGE) * LOG2E)), x)
             return jnp.exp2(softplus * (speed * -LOG2E))
         sigmoid = reciprocal(1 + jnp.exp2(x * (speed * -LOG2E)), interpret=interpret)
-        decay = jnp.exp2(sigmoid * (self.lower_bound * LOG2E))
-        return jnp.where(x < RAW_RESET / 2, decay, jnp.zeros_like(decay)) if resets else decay
+        return jnp.exp2(sigmoid * (self.lower_bound * LOG2E))
 
     def decay_gradients(
         self, x: jax.Array, speed: jax.Array, dg: jax.Array, *, interpret: bool

@@ -39,13 +39,12 @@ def backward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
-    resets: bool = False,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k, v, g, beta, of the initial state, and of the decay's parameters a row, in the inputs' dtypes.
 
-    inputs, sequences, decay, activation, resets: as in `forward`; cotangents: of o and the final state. q, k, v and do
+    inputs, sequences, decay, activation: as in `forward`; cotangents: of o and the final state. q, k, v and do
     are rounded to bfloat16, whose accuracy the gradients have: float16 holds neither cotangents of any size nor dv and
     v_new of a small beta, by whose square dbeta is divided. Heads that share a key head are summed in float32, in a
     fixed order. Those of A_log and dt_bias are [B, HV] and [B, HV, K], in float32.
@@ -56,27 +55,28 @@ def backward(
     def whole(x: jax.Array) -> jax.Array:  # tokens of zeros leave the state as it is
         return jnp.pad(x, [(0, 0), (0, -T % CHUNK)] + [(0, 0)] * (x.ndim - 2)) if T % CHUNK else x
 
-    q, k, v, g, beta = (whole(x) for x in inputs)
+    q, k, v, g, beta, *marks = (whole(x) for x in inputs)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     raw = None if activation is None else Raw(activation, g.dtype, T)
     g = g if raw else g.astype(jnp.float32)
     beta = jnp.maximum(beta.astype(jnp.float32), math.log(SMALLEST_BETA) if raw else SMALLEST_BETA)
-    parameters = [x.astype(jnp.float32) for x in decay]
+    marks, parameters = ([x.astype(jnp.float32) for x in xs] for xs in (marks, decay))
     do = whole(do.astype(v.dtype))
     dfinal = dfinal.astype(jnp.float32)
     initial = jnp.zeros_like(dfinal) if initial_state is None else initial_state.astype(jnp.float32)
 
-    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw, resets=resets)
-    prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *parameters)
+    problem = Problem(q.shape, v.shape, v.dtype, bounded=g_min is not None, raw=raw, segments=bool(marks))
+    prepared = make_prepare(problem, inverse=True, interpret=interpret)(q, k, v, g, beta, *marks, *parameters)
     prepared, norms = (prepared[:-1], prepared[-1:]) if raw else (prepared, ())
     options: dict[str, Any] = {"scale": scale, "interpret": interpret}
     # half as many pieces as forward: the two directions are blocks of one grid
     pieces = max(1, config.pieces // 2) if sequences is None else 1
     spans = find_spans(B, problem.chunks, pieces, sequences)
-    run = make_backward_scan(spans.shape[0], v.shape, K, v.dtype, warpgroups=config.warpgroups, **options)
+    scan_options = options | {"warpgroups": config.warpgroups, "segments": problem.segments}
+    run = make_backward_scan(spans.shape[0], v.shape, K, v.dtype, **scan_options)
 
     def scan(initial: jax.Array, dfinal: jax.Array) -> Any:
-        return run(spans, *prepared, do, initial, dfinal / scale)
+        return run(spans, *prepared, do, initial, dfinal / scale, *marks)
 
     if pieces > 1:
         maps = make_scan(
@@ -90,11 +90,11 @@ def backward(
     else:
         S, dS, v_new, dv, dinitial = scan(initial, dfinal)
     chunk = make_backward_chunk(problem, **options)
-    dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *parameters, *norms)
+    dq, dk, dg, dbeta, *partial = chunk(q, k, g, beta, do, v_new, dv, S, dS, *marks, *parameters, *norms)
 
     if HV > H:
         dq, dk = (x.reshape(*x.shape[:2], H, HV // H, K).sum(3, dtype=jnp.float32) for x in (dq, dk))
-    grads = [dx[:, :T].astype(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=True)]
+    grads = [dx[:, :T].astype(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=False)]
     if initial_state is not None:
         grads.append(dinitial.astype(initial_state.dtype))
     if raw:

@@ -28,7 +28,7 @@ from pallas_kernels import levels as lv
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.activation import LOG2E
-from pallas_kernels.inputs import CHUNK, Problem, load
+from pallas_kernels.inputs import CHUNK, Marks, Problem, load
 from pallas_kernels.memory import tile
 from pallas_kernels.pairs import Chunk, Run, add_sums, times, within_run
 from pallas_kernels.within import iota, zeros
@@ -73,10 +73,10 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
     S, dS [B HV, T / 64, V, K]) -> dq, dk [B, T, HV, K], dg [B, T, HV, K] float32, dbeta [B, T, HV] float32; T a
     multiple of 64, beta not 0. It is exact for every decay, bounded or not.
 
-    With `problem.raw` three more inputs, A_log [HV] and dt_bias [HV, K] float32 and the inverse norms of `prepare`, and
-    three more outputs: what each chunk adds to the gradients of A_log (a channel) and of dt_bias, [B, T / 64, HV, K]
-    float32, and the inner products that the blocks exchange, [2, B HV, K / 64, T] float32, of no further use. dg then
-    has the dtype of g.
+    With `problem.segments` one more input, marks [B, T] float32. With `problem.raw` three more, A_log [HV] and dt_bias
+    [HV, K] float32 and the inverse norms of `prepare`, and three more outputs: what each chunk adds to the gradients of
+    A_log (a channel) and of dt_bias, [B, T / 64, HV, K] float32, and the inner products that the blocks exchange, [2, B
+    HV, K / 64, T] float32, of no further use. dg then has the dtype of g.
     """
     (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
     parts = K // CHANNELS
@@ -85,6 +85,7 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
 
     def kernel(*refs: Any) -> None:
         (q, k, g, beta, do, v_new, dv, S, dS), refs = refs[:9], refs[9:]
+        marked, refs = refs[: problem.segments], refs[problem.segments :]
         if raw is None:
             dq, dk, dg, dbeta, *scratch = refs
         else:
@@ -122,27 +123,45 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
             return x if raw is None else x + memory.gather_rows(dt_bias.at[h, channels], iota(0, CHUNK), **kw)
 
         def at_tokens(x: jax.Array, otherwise: float) -> jax.Array:
-            """x [channels, 64] at tokens of the row, `otherwise` behind them."""
-            assert raw is not None
-            if raw.tokens % CHUNK == 0:
+            """x [channels, 64] at tokens, `otherwise` at padding and behind the row's end, 0 where a state is reset."""
+
+            def of_eight(first: int) -> jax.Array:  # the numbers of 64 would be kept for next time
+                y = x[:, first : first + 8]
+                for ref in marked:
+                    eight = ref.at[b, pl.ds(n * CHUNK + first, 8)]
+                    mark = plgpu.load(eight, layout=rg.LAYOUT.reduce(0), optimized=False)
+                    mark = lax.broadcast_in_dim(mark, y.shape, (1,))
+                    return jnp.where(mark > 1, y, otherwise * (1 - mark))
+                assert raw is not None
+                return jnp.where(iota(1, 8) < raw.tokens - n * CHUNK - first, y, jnp.full_like(y, otherwise))
+
+            if not marked and (raw is None or raw.tokens % CHUNK == 0):
                 return x
-            left, column = raw.tokens - n * CHUNK, iota(1, 8)  # of eight: the numbers of 64 would be kept for next time
-            eights = [(first, x[:, first : first + 8]) for first in range(0, CHUNK, 8)]
-            return jnp.concatenate([jnp.where(column < left - i, y, jnp.full_like(y, otherwise)) for i, y in eights], 1)
+            return jnp.concatenate([of_eight(first) for first in range(0, CHUNK, 8)], 1)
+
+        def await_tokens(barrier: Any, *refs: Any) -> None:
+            """Waits for them, and clears what their padding holds."""
+            plgpu.barrier_wait(barrier)
+            for ref in marked:
+                Marks.load(ref.at[b, rows]).clear(*refs, channels=CHANNELS, interpret=emulated)
+                plgpu.commit_smem()
 
         load_gate()
         if raw is None:
-            e = jnp.exp2(log_decay() * LOG2E)
+            e = at_tokens(jnp.exp2(log_decay() * LOG2E), 1.0)
         else:
-            e = at_tokens(raw.activation.decay(log_decay(), jnp.exp(A_log[h]), resets=problem.resets, **kw), 1.0)
+            e = at_tokens(raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw), 1.0)
             plgpu.commit_smem()  # X takes the place of g
             plgpu.barrier_wait(for_keys)
             for i, x in enumerate((qs, ks)):
                 norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
-                x[...] = (_wide(x) * norm).astype(dtype)
+                y = _wide(x) * norm
+                for ref in marked:  # not cleared as `do` is: registers spilled at 256 channels
+                    y = Marks.load(ref.at[b, rows]).keep(y)
+                x[...] = y.astype(dtype)
 
         # 1. gradients of the scores, symmetric, and of beta
-        plgpu.barrier_wait(for_scores)
+        await_tokens(for_scores, dos)
         row, column = iota(0, CHUNK), iota(1, CHUNK)
         lower, upper = _product(dos, vs.T), _product(vs, dos.T)
         lv.store_pairs(X, (jnp.where(row >= column, lower, upper) * scale).astype(dtype), **kw)
@@ -159,13 +178,15 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
             own = own / (strength * strength)
             if raw is not None:
                 own = raw.activation.strength_gradient(strength, own)
+            for ref in marked:
+                own = Marks.load(ref.at[b, rows]).keep(own)
             memory.store_rows(dbeta.at[b, rows, h], own, **kw)
 
         plgpu.commit_smem()
 
         # 2. pairs in the chunk
         if raw is None:
-            plgpu.barrier_wait(for_keys)
+            await_tokens(for_keys, qs, ks)
         blocks = within_run(_columns(e), 0, Chunk(qs, ks, X, Y, emulated))
 
         # 3. through the states
@@ -224,7 +245,7 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
         overlap = lax.broadcast_in_dim(overlap, (CHANNELS, CHUNK), (0,))
         dg_chunk = jnp.concatenate(dg_blocks, 1) + decayed * overlap
         if raw is None:
-            memory.store_transposed(dg.at[b, rows, h, channels], dg_chunk, **kw)
+            memory.store_transposed(dg.at[b, rows, h, channels], at_tokens(dg_chunk, 0.0), **kw)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import memory
 from pallas_kernels import registers as rg
 from pallas_kernels.config import STAGES
-from pallas_kernels.inputs import CHUNK
+from pallas_kernels.inputs import CHUNK, Marks
 from pallas_kernels.memory import tile
 from pallas_kernels.scan import REGISTER_KEYS
 
@@ -31,12 +31,20 @@ f32 = jnp.float32
 
 
 def make_backward_scan(
-    spans: int, v_shape: tuple[int, ...], K: int, dtype: Any, *, scale: float, warpgroups: int, interpret: Any = None
+    spans: int,
+    v_shape: tuple[int, ...],
+    K: int,
+    dtype: Any,
+    *,
+    scale: float,
+    warpgroups: int,
+    segments: bool = False,
+    interpret: Any = None,
 ) -> Any:
     """The kernel (spans [N, 3] int32, qU, kD, w [B HV, T, K], u [B HV, T, V], A [B HV, T, 64], total [B HV, T / 64, K]
     float32, X^T [B HV, T, 64], do [B, T, HV, V], initial state and gradient of the final state, over `scale`, [N, HV,
-    K, V] float32) -> S, dS' [B HV, T / 64, V, K], v_new, dv [B, T, HV, V], gradient of the initial state [N, HV, K, V]
-    float32; T a multiple of 64.
+    K, V] float32, with `segments` marks [B, T] float32) -> S, dS' [B HV, T / 64, V, K], v_new, dv [B, T, HV, V],
+    gradient of the initial state [N, HV, K, V] float32; T a multiple of 64.
 
     A span is a row of the batch, its first chunk there and its number of chunks; the results of chunks of no span are
     left as they are. S is the state before each chunk, dS' the gradient of that after it, over `scale`; V a multiple of
@@ -48,9 +56,11 @@ def make_backward_scan(
     emulated, wide = interpret is not None, K > REGISTER_KEYS
 
     def kernel(*refs: Any) -> None:
-        where, qU, kD, w, u, A, total, XT, do, initial, dfinal, S, dS, v_new, dv, dinitial, *scratch = refs
-        qs, ks, ws, As, Xs, values_in, totals, state_out, values_out, *barriers = scratch
+        (where, qU, kD, w, u, A, total, XT, do, initial, dfinal), refs = refs[:11], refs[11:]
+        marked, (S, dS, v_new, dv, dinitial, *scratch) = refs[:segments], refs[segments:]
+        qs, ks, ws, As, Xs, values_in, rows_in, state_out, values_out, *barriers = scratch
         full_forward, full_reverse, free, *bounce = barriers
+        totals, marks = rows_in.at[:, pl.ds(0, K)], [rows_in.at[:, pl.ds(K, CHUNK)] for _ in marked]
         wg = lax.axis_index("wg")
         span, h = lax.axis_index("s"), lax.axis_index("h")
         b, first_chunk, length = (where[span, i] for i in range(3))
@@ -99,6 +109,9 @@ def make_backward_scan(
                 plgpu.barrier_wait(full.at[s])
                 zero = rg.opaque_zero(interpret=emulated) if wide else 0  # as in `scan`
                 s, own = s + zero, wg + zero
+                for of_chunks in marks if reverse else ():
+                    Marks.load(of_chunks.at[s]).clear(values_in.at[s, own], channels=ROWS, interpret=emulated)
+                    plgpu.commit_smem()
                 state: Any = Z.astype(dtype)
                 if wide:  # the registers do not hold it twice
                     store(state, previous, n, own)
@@ -159,6 +172,8 @@ def make_backward_scan(
                         source = values.at[b, rows, h, columns] if reverse else values.at[head, rows, columns]
                         plgpu.copy_gmem_to_smem(source, values_in.at[s, i], full.at[s])
                     plgpu.copy_gmem_to_smem(total.at[head, chunk], totals.at[s], full.at[s])
+                    for source, target in zip(marked, marks, strict=True) if reverse else ():
+                        plgpu.copy_gmem_to_smem(source.at[b, rows], target.at[s], full.at[s])
 
                 memory.load_ahead(length, free, fetch, stages)
 
@@ -180,9 +195,9 @@ def make_backward_scan(
         pl.when(jnp.logical_not(reverse))(lambda: run(False))
 
     scratch = [tile((stages, CHUNK, K), dtype, 64)] * 3 + [tile((stages, CHUNK, CHUNK), dtype, 64)] * 2
-    scratch += [tile((stages, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((stages, K), f32)]
+    scratch += [tile((stages, warpgroups, CHUNK, ROWS), dtype, 64), plgpu.SMEM((stages, K + CHUNK * segments), f32)]
     scratch += [tile((warpgroups, ROWS, K), dtype, 64), tile((warpgroups, CHUNK, ROWS), dtype, 64)]
-    scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=stages) for n in (3, 6)]
+    scratch += [plgpu.Barrier(num_arrivals=n + warpgroups, num_barriers=stages) for n in (3, 6 + segments)]
     scratch += [plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
     if emulated:
         scratch += [tile((warpgroups, ROWS, columns), dtype, 64) for columns in sorted({CHUNK, K})]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.activation import Activation
 from pallas_kernels.config import Config
 from pallas_kernels.fused import make_fused
-from pallas_kernels.inputs import Problem, Raw
+from pallas_kernels.inputs import CHUNK, Problem, Raw
 from pallas_kernels.overlapped import make_overlapped
 from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import REGISTER_KEYS, make_scan
@@ -32,34 +32,34 @@ def forward(
     scale: float,
     g_min: float | None,
     activation: Activation | None = None,
-    resets: bool = False,
     every: int = 0,
     config: Config,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta; shapes as in `kda`.
+    """(o [B, T, HV, V] in v's dtype, final state [N, HV, K, V] float32) of q, k, v, g, beta and, where rows hold
+    segments, `Packing.marks` [B, T]; shapes as in `kda`.
 
     The inputs must be supported (`support.unsupported_reason`); q, k and v of float32 are rounded to bfloat16. Every g
-    <= 0 is exact; g_min promises every g >= g_min >= -5. resets: whether some are `RESET` nevertheless (of raw inputs
-    `RAW_RESET`), in all channels of a token. sequences: [N, 2] int32, the first chunk and the number of chunks of each
-    sequence in the only row; without, every row is one. With an `activation` the inputs are raw, and `decay` is A_log
-    [HV], dt_bias [HV, K]. With `every` a third result: the states of each row behind so many chunks each, and behind
-    its last, [B, n, HV, K, V] float32.
+    <= 0 is exact; g_min promises every g >= g_min >= -5. sequences: [N, 2] int32, the first chunk and the number of
+    chunks of each sequence in the only row; without, every row is one. With an `activation` the inputs are raw, and
+    `decay` is A_log [HV], dt_bias [HV, K]. With `every` a third result: the states of each row behind so many chunks
+    each, and behind its last, [B, n, HV, K, V] float32.
     """
     config.check(inputs[0].shape[3], inputs[2].shape[3])
     T = inputs[2].shape[1]
     if T % ROWS:  # the copies move whole groups of rows; tokens of zeros leave the state as it is
         inputs = [jnp.pad(x, [(0, 0), (0, -T % ROWS)] + [(0, 0)] * (x.ndim - 2)) for x in inputs]
-    q, k, v, g, beta = inputs
+    q, k, v, g, beta, *marks = inputs
     (B, _, HV, V), K, dtype = v.shape, q.shape[3], v.dtype
     if dtype == jnp.float32:
         q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     bounded = g_min is not None and v.dtype == jnp.bfloat16  # float16 has no room for the exponents
     raw = None if activation is None else Raw(activation, g.dtype, T)
-    arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *decay)))
+    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw, bool(marks))
+    marks = [jnp.pad(x, [(0, 0), (0, -x.shape[1] % CHUNK)]) for x in marks]
+    arrays = (q, k, v, g if raw else g.astype(jnp.float32), *(x.astype(jnp.float32) for x in (beta, *marks, *decay)))
     if initial_state is not None:
         initial_state = initial_state.astype(jnp.float32)
-    problem = Problem(q.shape, v.shape, v.dtype, bounded, raw, resets)
     if config.route != "apart" and sequences is None and not every:
         has_state = initial_state is not None
         make = make_fused if config.route == "fused" else make_overlapped

@@ -19,6 +19,7 @@ from pallas_kernels.inputs import (
     CHUNK,
     COMPILER_PARAMS,
     GROUP,
+    Marks,
     Parameters,
     Problem,
     inverse_norms,
@@ -39,12 +40,12 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
     """
     (B, T, H, K), (HV, V), dtype, raw = problem.q_shape, problem.v_shape[2:], problem.dtype, problem.raw
     chunks, half = problem.chunks, K // 2
-    whole = raw is not None or problem.masked  # whose norms and masks are found before the scores
     warpgroups = V // ROWS  # that carry the state
     emulated = interpret is not None
 
     def kernel(*refs: Any) -> None:
-        (q, k, v, g, beta, *decay), refs = refs[: problem.arrays], refs[problem.arrays :]
+        (q, k, v, g, beta), marked, decay = problem.split(refs[: problem.arrays])
+        refs = refs[problem.arrays :]
         initial_state, (o, final_state, *scratch) = refs[:has_state], refs[has_state:]
         qs, ks, gs, vs, os, bias, kq, kD, A, X, total, *barriers = scratch
         bias_loaded, loaded, v_loaded, full, free, *bounce = barriers
@@ -81,28 +82,42 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
                 # behind the end keys are zero, and beta only has to be finite
                 tokens = jnp.minimum(iota(0, 8) + n * CHUNK, T - 1)
                 strength = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
-                if whole:
+                marks = None if marked is None else Marks.load(marked.at[b, rows(n)])
+
+                def await_half(i: jax.Array | int) -> None:
+                    plgpu.barrier_wait(loaded.at[i])
+                    if marks is not None:
+                        marks.clear(qs.at[i], ks.at[i], channels=GROUP, interpret=emulated)
+                        plgpu.commit_smem()
+
+                if raw is not None:  # whose norms are found before the scores
                     for i in (0, 1):
-                        plgpu.barrier_wait(loaded.at[i])
-                if raw is not None:
+                        await_half(i)
                     strength = raw.activation.strength(strength)
                     speed = jnp.exp(decay[0][h])
                     norms = inverse_norms(qs.at[0], qs.at[1]), inverse_norms(ks.at[0], ks.at[1])
+                if marks is not None:
+                    strength = marks.keep(strength)
                 pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(free.at[s]))
                 for i in range(warpgroups):
                     plgpu.copy_gmem_to_smem(v.at[b, rows(n), h, pl.ds(i * ROWS, ROWS)], vs.at[s, i], v_loaded.at[s])
 
                 def read(i: jax.Array) -> Any:
-                    if not whole:
-                        plgpu.barrier_wait(loaded.at[i])
+                    if raw is None:
+                        await_half(i)
                     parameters = None if raw is None else Parameters(speed, bias.at[pl.ds(i * half, half)], norms)
-                    return reader(problem, qs.at[i], ks.at[i], gs.at[i], n * CHUNK, parameters, interpret=emulated)
+                    own = qs.at[i], ks.at[i], gs.at[i]
+                    return reader(problem, own, n * CHUNK, marks, parameters, interpret=emulated)
 
                 def done(i: jax.Array) -> None:
                     pl.when(n + 1 < chunks)(lambda: fetch(n + 1, i))
 
-                within = within_blocks(problem, gs.at[0], interpret=emulated)
+                within = within_blocks(problem, marks, interpret=emulated)
                 prepare_chunk(read, done, strength, within, chunk, emulated)
+                if marks is not None:
+                    plgpu.barrier_wait(v_loaded.at[s])
+                    marks.clear(*(vs.at[s, i] for i in range(warpgroups)), channels=ROWS, interpret=emulated)
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[s])
 
             lax.fori_loop(0, chunks, step, None)
@@ -118,7 +133,8 @@ def make_fused(problem: Problem, *, scale: float, has_state: bool = False, inter
             def step(n: jax.Array, S: jax.Array) -> jax.Array:
                 s, chunk = stage(n)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_wait(v_loaded.at[s])
+                if not problem.segments:  # else the values have arrived and padding is cleared
+                    plgpu.barrier_wait(v_loaded.at[s])
                 plgpu.barrier_wait(full.at[s])
                 S = carry(S, chunk, vs.at[s, wg], os.at[wg], scale=scale, bounce=[x.at[wg] for x in bounce])
                 plgpu.commit_smem()

@@ -1,6 +1,6 @@
 """What the kernels read of a chunk in shared memory: q, k and exp(g), of activated or of raw inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kda_jax.ops.gates import G_MIN_LOWEST
+from pallas_kernels import memory
 from pallas_kernels import registers as rg
-from pallas_kernels.activation import EPSILON, LOG2E, RAW_RESET, RESET, Activation
+from pallas_kernels.activation import EPSILON, LOG2E, Activation
 from pallas_kernels.within import Dense, Exact, Masks, iota, zeros
 
 CHUNK = rg.ROWS
@@ -35,8 +35,8 @@ class Raw(NamedTuple):
 
 class Problem(NamedTuple):
     """What a forward kernel is made for: q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] float32, beta [B, T, HV]
-    float32. With `raw` two more inputs, A_log [HV] and dt_bias [HV, K], both float32. bounded: every g >= -5, but where
-    with `resets` the state before a token is reset.
+    float32; with `segments` also marks [B, 64 ceil(T / 64)] float32 (`Marks`); with `raw` also A_log [HV] and dt_bias
+    [HV, K], both float32. bounded: every g >= -5.
     """
 
     q_shape: tuple[int, ...]
@@ -44,16 +44,11 @@ class Problem(NamedTuple):
     dtype: Any
     bounded: bool
     raw: Raw | None = None
-    resets: bool = False
+    segments: bool = False
 
     @property
     def chunks(self) -> int:
         return pl.cdiv(self.q_shape[1], CHUNK)
-
-    @property
-    def masked(self) -> bool:
-        """Whether resets are left to masks, and every decay is bounded."""
-        return self.bounded and self.resets
 
     @property
     def gate(self) -> Any:
@@ -63,7 +58,43 @@ class Problem(NamedTuple):
     @property
     def arrays(self) -> int:
         """How many inputs there are."""
-        return 5 if self.raw is None else 7
+        return 5 + self.segments + 2 * (self.raw is not None)
+
+    def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+        """q, k, v, g and beta; the marks, None where there are none; A_log and dt_bias."""
+        return inputs[:5], inputs[5] if self.segments else None, inputs[5 + self.segments :]
+
+
+class Marks(NamedTuple):
+    """What `Packing.marks` says of a chunk's tokens: 0 for padding, which leaves the state as it is whatever it holds,
+    1 where the state before the token is reset whatever its decay, 2 elsewhere.
+    """
+
+    rows: jax.Array  # [64] float32
+
+    @classmethod
+    def load(cls, ref: Any) -> "Marks":
+        """Of a chunk's, [64] in global memory."""
+        return cls(plgpu.load(ref, layout=rg.LAYOUT.reduce(1), optimized=False))
+
+    def over(self, columns: int) -> jax.Array:
+        return lax.broadcast_in_dim(self.rows, (CHUNK, columns), (0,))
+
+    def clear(self, *refs: Any, channels: int, interpret: bool) -> None:
+        """Zeros for the padding of 16-bit refs [64, n] in shared memory, `tile`s of so many channels; all warps and
+        products see them behind a `commit_smem`.
+        """
+        for ref in refs:
+            memory.clear_rows(ref, self.over(8) == 0, channels, interpret=interpret)
+
+    def keep(self, x: jax.Array) -> jax.Array:
+        """x [64, n], 0 at padding."""
+        return jnp.where(self.over(x.shape[1]) > 0, x, jnp.zeros_like(x))
+
+    def decay(self, e: jax.Array, *, bounded: bool) -> jax.Array:
+        """e = exp(g) [64, n], 1 at padding; 0 at resets, or 1 where `bounded` ones leave them to `Masks`."""
+        mark = self.over(e.shape[1])
+        return jnp.where(mark > 1, e, jnp.ones_like(e) if bounded else 1 - mark)
 
 
 class Parameters(NamedTuple):
@@ -84,42 +115,46 @@ Reader = Callable[[Any], tuple[jax.Array, ...]]
 
 
 def reader(
-    problem: Problem, q: Any, k: Any, g: Any, first: jax.Array, parameters: Parameters | None, *, interpret: bool
+    problem: Problem,
+    tokens: tuple[Any, Any, Any],
+    first: jax.Array,
+    marks: Marks | None,
+    parameters: Parameters | None,
+    *,
+    interpret: bool,
 ) -> Reader:
-    """The function of a slice of GROUP channels to q, k and exp(g) there, [64, GROUP] float32; first: the chunk's first
-    token. Raw inputs are normalised and activated on the way.
+    """The function of a slice of GROUP channels to q, k and exp(g) there, [64, GROUP] float32. tokens: q, k and g in
+    shared memory, the first two without what padding holds; first: the chunk's first token. Raw inputs are normalised
+    and activated on the way.
     """
-    raw = problem.raw
+    raw, (q, k, g) = problem.raw, tokens
+
+    def marked(e: jax.Array) -> jax.Array:
+        return e if marks is None else marks.decay(e, bounded=problem.bounded)
+
     if raw is None or parameters is None:
-
-        def log_decay(cs: Any) -> jax.Array:
-            x = load(g.at[:, cs])
-            return jnp.maximum(x, G_MIN_LOWEST) if problem.masked else x
-
-        return lambda cs: (*(load(x.at[:, cs]).astype(f32) for x in (q, k)), jnp.exp2(log_decay(cs) * LOG2E))
-
-    resets = problem.resets and not problem.masked
+        return lambda cs: (
+            *(load(x.at[:, cs]).astype(f32) for x in (q, k)),
+            marked(jnp.exp2(load(g.at[:, cs]) * LOG2E)),
+        )
 
     def read(cs: Any) -> tuple[jax.Array, ...]:
         bias = plgpu.load(parameters.bias.at[cs], layout=rg.LAYOUT.reduce(0), optimized=False)
         x = load(g.at[:, cs]).astype(f32) + lax.broadcast_in_dim(bias, (CHUNK, GROUP), (1,))
-        decay = raw.activation.decay(x, parameters.speed, resets=resets, interpret=interpret)
-        if raw.tokens % CHUNK:
+        decay = raw.activation.decay(x, parameters.speed, interpret=interpret)
+        if raw.tokens % CHUNK and marks is None:
             decay = jnp.where(iota(0, GROUP) + first < raw.tokens, decay, jnp.ones_like(decay))
-        return *(load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((q, k), parameters.norms, strict=True)), decay
+        q_, k_ = (load(x.at[:, cs]).astype(f32) * norm for x, norm in zip((q, k), parameters.norms, strict=True))
+        return q_, k_, marked(decay)
 
     return read
 
 
-def within_blocks(problem: Problem, g: Any, *, interpret: bool) -> Exact | Dense:
-    """How scores inside blocks are formed; g: the chunk's, in shared memory, of GROUP channels or more."""
+def within_blocks(problem: Problem, marks: Marks | None, *, interpret: bool) -> Exact | Dense:
+    """How scores inside blocks are formed."""
     if not problem.bounded:
         return Exact(problem.dtype)
-    if not problem.masked:
-        return Dense(problem.dtype)
-    x = load(g.at[:, pl.ds(0, GROUP)])[:, :8].astype(f32)  # a reset is one in every channel that fills up none
-    is_reset = x < RESET / 2 if problem.raw is None else x > RAW_RESET / 2
-    return Dense(problem.dtype, Masks.of(is_reset, interpret=interpret))
+    return Dense(problem.dtype, None if marks is None else Masks.of(marks.over(8) == 1, interpret=interpret))
 
 
 def inverse_norms(*refs: Any) -> jax.Array:

@@ -23,10 +23,12 @@ f32 = jnp.float32
 
 def tile(shape: tuple[int, ...], dtype: Any, channels: int) -> Any:
     """Shared memory in the tiling that TMA writes and wgmma reads, whose last axis may be sliced by `channels`."""
-    columns = min(channels, 128 // jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(min(channels, 128 // jnp.dtype(dtype).itemsize), dtype))
+
+
+def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
     tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
-    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    return tiling, plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)  # type: ignore[abstract]
 
 
 def store(ref: Any, x: jax.Array) -> None:
@@ -96,15 +98,38 @@ def store_alternating(ref: Any, x: jax.Array, which: int, *, interpret: bool) ->
         for i in range(0, rg.ROWS, 8):
             ref[pl.ds(2 * i + 8 * which, 8)] = x[i : i + 8]
         return
-    swizzle = 2 * x.shape[1]
-    transforms = (plgpu.TilingTransform((8, x.shape[1])), plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), LAYOUT))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(x.shape[1], x.dtype)), LAYOUT))
     def piece(_, ref, x):
         groups = utils.memref_slice(utils.memref_unfold(ref, 0, (None, 2)), (slice(None), which))
-        x.store_tiled(groups, swizzle=swizzle)
+        x.store_tiled(groups, swizzle=2 * x.shape[1])
 
     piece(ref, x)
+
+
+def clear_rows(ref: Any, cleared: jax.Array, channels: int, *, interpret: bool) -> None:
+    """Zeros in the rows of ref [64, n] where `cleared` [64, 8], bool, is set in all columns, and nothing anywhere else.
+    ref: a `tile` of 16-bit numbers and of so many channels.
+    """
+    if interpret:
+        x = ref[...]
+        ref[...] = jnp.where(cleared[:, :1], jnp.zeros_like(x), x)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(channels, ref.dtype)), LAYOUT))
+    def piece(_, ref, cleared):
+        row, first = arith.shrui(rg.lane(), rg.i32(2)), arith.shli(arith.andi(rg.lane(), rg.i32(3)), rg.i32(3))
+        zeros = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), [rg.i32(0)] * 4)
+        zeros = vector.bitcast(ir.VectorType.get((8,), ref.type.element_type), zeros)
+        for h, half in enumerate(rg.elements(cleared)[0]):  # a row's four lanes clear it whole, whatever the swizzle
+            group = arith.addi(arith.shli(rg.warp(), rg.i32(1)), rg.i32(h))
+            with utils.when(half[0]):
+                for c in range(ref.type.shape[1]):
+                    for start in range(0, channels, 32):
+                        at = rg.index(group), rg.index(c), rg.index(row), rg.index(arith.addi(first, rg.i32(start)))
+                        vector.store(zeros, ref, list(at))
+
+    piece(ref, cleared)
 
 
 def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:

@@ -32,6 +32,7 @@ from pallas_kernels.inputs import (
     CHUNK,
     COMPILER_PARAMS,
     GROUP,
+    Marks,
     Parameters,
     Problem,
     Reader,
@@ -157,7 +158,7 @@ def run(
     """
     (_, T, H, _), HV, dtype, raw = problem.q_shape, problem.v_shape[2], problem.dtype, problem.raw
     n, h, b = place
-    q, k, v, g, beta, *parameters = inputs
+    (q, k, v, g, beta), marked, parameters = problem.split(inputs)
     qU, kD, w, u, A, total, *inverses = outputs
     XT, norms_out = inverses[:1], inverses[1:]
     qs, ks, kUs, gs_vs, As, Xs, ends, operands, loaded, v_loaded = scratch
@@ -176,10 +177,14 @@ def run(
         iota(0, rg.BLOCK) + n * CHUNK, T - 1
     )  # behind the end keys are zero, and beta only has to be finite
     beta_rows = memory.gather_rows(beta.at[b, :, h], tokens, interpret=emulated)
+    marks = None if marked is None else Marks.load(marked.at[b, rows])
     for start in (BIAS + 1, AFTER):
         memory.fill(ends.at[pl.ds(start, 4)], 1.0, interpret=emulated)
     plgpu.commit_smem()
     plgpu.barrier_wait(loaded)
+    if marks is not None:
+        marks.clear(qs, ks, channels=GROUP, interpret=emulated)
+        plgpu.commit_smem()
 
     given = None
     if raw is not None:
@@ -188,9 +193,11 @@ def run(
         for target in norms_out:
             for i, norm in enumerate(given.norms):
                 memory.store_rows(target.at[head, i, rows_out], norm, interpret=emulated)
-    read = reader(problem, qs, ks, gs, n * CHUNK, given, interpret=emulated)
+    if marks is not None:
+        beta_rows = marks.keep(beta_rows)
+    read = reader(problem, (qs, ks, gs), n * CHUNK, marks, given, interpret=emulated)
     tiles = Tiles(qs, ks, kUs, ends, operand)
-    within = within_blocks(problem, gs, interpret=emulated)
+    within = within_blocks(problem, marks, interpret=emulated)
     (q_own, k_own), between = scores(tiles, read, within, emulated)
     plgpu.commit_smem()
     # 4. v takes the place of g
@@ -225,6 +232,8 @@ def run(
         return pl.run_scoped(body, plgpu.ACC((CHUNK, operand.shape[1]), f32)).astype(dtype)
 
     plgpu.barrier_wait(v_loaded)
+    if marks is not None:
+        marks.clear(vs, channels=GROUP, interpret=emulated)
     for chunk, target in ((kUs, w), (vs, u)):
         result = product(chunk)
         plgpu.commit_smem()  # every warp has read its operand

@@ -1,6 +1,7 @@
 """The kernels of sequences as one function of JAX, differentiable, mappable, partitioned over batch and heads."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
-from kda_jax.ops.packing import Alignment, Packing, align, plan_cu_seqlens
-from kda_jax.ops.prepare import select_valid
+from kda_jax.ops.packing import Alignment, Packing, align, plan_cu_seqlens, select_valid
 from kda_jax.ops.types import RESULT_NAMES, Beta, Keys, LogDecay, Queries, State, Values
-from pallas_kernels.activation import RAW_INERT, RAW_RESET, RESET, Activation
+from pallas_kernels.activation import RAW_INERT, Activation
 from pallas_kernels.backward import backward, unsupported_reason
 from pallas_kernels.config import Config, default_config
 from pallas_kernels.forward import forward
@@ -20,9 +20,10 @@ from pallas_kernels.inputs import CHUNK
 from pallas_kernels.mapping import as_varying, over_batch_and_heads
 from pallas_kernels.support import KEY_CHANNELS, VALUE_CHANNELS, filled_up
 
+MARKS = "kda_marks"
 # For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; with these
 # too, nothing before them.
-RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state")
+RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state", MARKS)
 
 
 def kda_mosaic(
@@ -65,11 +66,8 @@ def kda_mosaic(
         raise ValueError(f"states_every must be 0 or a multiple of {CHUNK}, got {states_every}")
     if every and packing is not None and packing.cu_seqlens is not None:
         raise ValueError(f"states_every must be 0 with cu_seqlens, got {states_every}")
-    g, resets = g.astype(jnp.float32), False
-    if packing is not None and packing.reset is not None:
-        g, resets = jnp.where(packing.reset[..., None, None], RESET, g), True
-    static = _Static(float(scale), g_min, config, interpret, resets=resets, every=every)
-    return _run_packed(static, packing, (q, k, v, g, beta), initial_state)
+    static = _Static(float(scale), g_min, config, interpret, every=every)
+    return _run_packed(static, packing, (q, k, v, g.astype(jnp.float32), beta), initial_state)
 
 
 def kda_raw_mosaic(
@@ -93,20 +91,17 @@ def kda_raw_mosaic(
     So are those of the backward pass, which keeps the raw ones alone; its kernels give their gradients and those of the
     decay's parameters. Packed inputs without backward kernels are activated in XLA.
     """
-    resets = packing is not None and packing.reset is not None
     activation = Activation(decay.lower_bound, bool(negative_eigenvalues))
-    static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation, resets=resets)
+    static = _Static(float(scale), decay.lower_bound, config, interpret, activation=activation)
     inputs, parameters = (q, k, v, g_raw, beta_raw), (decay.A_log, decay.dt_bias)
     if packing is not None and unsupported_reason(scale) is not None:
-        activated = select_valid(packing, *_activate(static, *inputs, *parameters))
+        activated = _activate(activation, select_valid(packing, *inputs), parameters)
         options: dict[str, Any] = {"g_min": decay.lower_bound, "config": config, "interpret": interpret}
         return kda_mosaic(*activated, scale=scale, initial_state=initial_state, packing=packing, **options)
-    if packing is not None:
-        wide = g_raw if g_raw.dtype == jnp.bfloat16 else g_raw.astype(jnp.float32)  # float16 does not hold a reset
-        g_raw = jnp.where(packing.valid[..., None, None], wide, RAW_INERT)
-        if packing.reset is not None:
-            g_raw = jnp.where(packing.reset[..., None, None], RAW_RESET, g_raw)
-    return _run_packed(static, packing, (q, k, v, g_raw, beta_raw), initial_state, *parameters)
+    return _run_packed(static, packing, inputs, initial_state, *parameters)
+
+
+INTEGERS = ("n i", "b t")  # the axes of spans and of marks, which have no gradients
 
 
 class _Static(NamedTuple):
@@ -115,37 +110,44 @@ class _Static(NamedTuple):
     config: Config | None
     interpret: Any
     has_state: bool = False
-    packed: bool = False  # the only row holds several sequences, the last input their spans
+    packed: bool = False  # the only row holds several sequences, the next input their spans
+    segments: bool = False  # rows hold several sequences one after another, the next input their marks
     activation: Activation | None = None  # the inputs are raw, the last two the decay's parameters
-    resets: bool = False  # in the place of decays
     every: int = 0  # chunks from one returned state to the next
 
     def axes(self) -> tuple[str, str]:
         """Of the inputs and of the outputs, for `over_batch_and_heads`."""
         state = "n j k v" if self.packed else "b j k v"
-        inputs = "b t h k, b t h k, b t j v, b t j k, b t j" + f", {state}" * self.has_state + ", n i" * self.packed
-        inputs += ", j, j k" * (self.activation is not None)
+        inputs = "b t h k, b t h k, b t j v, b t j k, b t j" + f", {state}" * self.has_state
+        inputs += ", n i" * self.packed + ", b t" * self.segments + ", j, j k" * (self.activation is not None)
         return inputs, f"b t j v, {state}" + ", b c j k v" * (self.every > 0)
 
     def gradients(self) -> str:
-        """The axes of the gradients of the inputs, the spans' excepted; the parameters' row by row, so that rows can be
+        """The axes of the gradients of the inputs, integers excepted; the parameters' row by row, so that rows can be
         anywhere.
         """
-        return self.axes()[0].replace(", n i", "").replace(", j, j k", ", b j, b j k")
+        rows = {"j": "b j", "j k": "b j k"}
+        return ", ".join(rows.get(axes, axes) for axes in self.axes()[0].split(", ") if axes not in INTEGERS)
 
     def split(self, inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any, Any, list[jax.Array]]:
-        """The arrays of tokens, the initial state, the spans (None where there are none), the decay's parameters."""
+        """The arrays of tokens, with marks the sixth; the initial state and the spans, None where there are none; the
+        decay's parameters.
+        """
         more = list(inputs[5:])
         state = more.pop(0) if self.has_state else None
-        return inputs[:5], state, more.pop(0) if self.packed else None, more
+        spans = more.pop(0) if self.packed else None
+        return (*inputs[:5], *(more.pop(0) for _ in range(self.segments))), state, spans, more
 
 
 def _run_packed(
     static: _Static, packing: Packing | None, tokens: tuple[jax.Array, ...], state: jax.Array | None, *more: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`_run`, with `cu_seqlens` of tokens moved to where each sequence begins a chunk."""
-    if packing is None or packing.cu_seqlens is None or packing.slot is None:
+    """`_run` with the marks of segments; with `cu_seqlens`, of tokens moved to where each sequence begins a chunk."""
+    if packing is None:
         return _run(static, tokens, state, *more)
+    if packing.cu_seqlens is None or packing.slot is None:
+        marks = checkpoint_name(packing.marks(), MARKS)
+        return _run(static._replace(segments=True), tokens, state, marks, *more)
     q, _, v, *_ = tokens
     alignment = align(packing.cu_seqlens, packing.slot, CHUNK)
     between = (0, 0, 0, 0 if static.activation is None else RAW_INERT, 0)
@@ -229,43 +231,48 @@ def _kda_backward(
         gradients = list(_mapped(_local_backward, static, arrays, static.gradients(), (*inputs, *cotangents)))
         if static.activation is not None:
             gradients[-2:] = [dx.sum(0).astype(x.dtype) for dx, x in zip(gradients[-2:], inputs[-2:], strict=True)]
-        if static.packed:
-            gradients.insert(6, None)  # the spans'
-        return tuple(gradients)
+    else:
+        gradients = _chunk_form_gradients(static, inputs, cotangents)
+    left = iter(gradients)
+    return tuple(None if axes in INTEGERS else next(left) for axes in static.axes()[0].split(", "))
 
-    spans = inputs[-1] if static.packed else None
-    differentiable = inputs[:-1] if static.packed else inputs
 
-    def chunk_form(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        q, k, v, g, beta, *state = inputs if static.activation is None else _activate(static, *inputs)
-        g_min = None if static.resets else static.g_min  # which a reset does not keep
-        options: dict[str, Any] = {"scale": static.scale, "g_min": g_min}
-        if spans is not None:
-            ends = CHUNK * (spans[:, 0] + spans[:, 1])
-            options["packing"] = plan_cu_seqlens(jnp.pad(ends, (1, 0)), v.shape[1])
-        sequences = v.shape[0] if spans is None else spans.shape[0]
-        zero = jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
-        o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=state[0] if state else zero, **options)
+_kda.defvjp(_kda_forward, _kda_backward)
+
+
+def _chunk_form_gradients(
+    static: _Static, inputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
+) -> list[jax.Array]:
+    tokens, state, spans, parameters = static.split(inputs)
+    packing = None
+    if spans is not None:
+        ends = CHUNK * (spans[:, 0] + spans[:, 1])
+        packing = plan_cu_seqlens(jnp.pad(ends, (1, 0)), tokens[2].shape[1])
+    for marks in tokens[5:]:
+        packing = Packing(marks > 0, marks == 1)
+
+    def chunk_form(tokens: Any, state: jax.Array | None, parameters: Any) -> tuple[jax.Array, ...]:
+        q, k, v, g, beta = tokens if static.activation is None else _activate(static.activation, tokens, parameters)
+        if state is None:
+            sequences = v.shape[0] if spans is None else spans.shape[0]
+            state = jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+        options: dict[str, Any] = {"scale": static.scale, "g_min": static.g_min, "packing": packing}
+        o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=state, **options)
         if not static.every:
             return o, final_state
         chunks = states.shape[1]
         ends = jnp.minimum(static.every * (1 + jnp.arange(-(-chunks // static.every))), chunks)
         return o, final_state, states[:, ends - 1]
 
-    gradients = jax.vjp(chunk_form, *differentiable)[1](cotangents)
-    return (*gradients, None) if static.packed else gradients
+    return jax.tree.leaves(jax.vjp(chunk_form, tokens[:5], state, parameters)[1](cotangents))
 
 
-_kda.defvjp(_kda_forward, _kda_backward)
-
-
-def _activate(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
-    """What `_kda` takes without an activation."""
-    (q, k, v, g, beta), state, _, (A_log, dt_bias) = static.split(inputs)
-    assert static.activation is not None
-    decay = Decay(A_log, dt_bias, static.activation.lower_bound)
-    strength = write_strength(beta, static.activation.negative_eigenvalues)
-    return l2_normalize(q), l2_normalize(k), v, decay(g), strength, *([] if state is None else [state])
+def _activate(activation: Activation, tokens: tuple[jax.Array, ...], parameters: Sequence[jax.Array]) -> Any:
+    """The activated tokens of raw ones and A_log, dt_bias."""
+    (q, k, v, g, beta), (A_log, dt_bias) = tokens, parameters
+    decay = Decay(A_log, dt_bias, activation.lower_bound)
+    strength = write_strength(beta, activation.negative_eigenvalues)
+    return l2_normalize(q), l2_normalize(k), v, decay(g), strength
 
 
 def _local(static: _Static, *inputs: jax.Array) -> tuple[jax.Array, ...]:
@@ -287,5 +294,5 @@ def _options(static: _Static, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
     _, state, *_ = static.split(arrays)
     sequences = B if state is None else state.shape[0]
     config = static.config or default_config(sequences * HV, arrays[0].shape[3], V, -(-T // CHUNK))
-    names = "scale", "g_min", "activation", "resets", "interpret"
+    names = "scale", "g_min", "activation", "interpret"
     return {"config": config, **{name: getattr(static, name) for name in names}}

@@ -22,6 +22,7 @@ from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
+SEGMENTS = ((128, 128), (192, 128), (256, 256))  # channels of the kernels that are compiled with segments too
 
 
 def cases() -> Iterator[Case]:
@@ -38,13 +39,14 @@ def cases() -> Iterator[Case]:
         qk, v = (B, T, H, K), (B, T, H, V)
         inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
         state = ((B, H, K, V), f32)
-        variants = [(False, False), (True, False), (True, True)]  # the last where it is used most, and tightest
-        for bounded, resets in variants[: 1 if dtype == jnp.float16 else 2 + ((K, V) in ((128, 128), (256, 256)))]:
+        variants = [(False, False), (True, False), (False, True), (True, True)]
+        for bounded, segments in variants[: 1 if dtype == jnp.float16 else 4 if (K, V) in SEGMENTS else 2]:
             raw = Raw(Activation(-5.0 if bounded else None, True), dtype, T)
-            gates = [(qk, dtype), ((B, T, H), f32), ((H,), f32), ((H, K), f32)]
-            for given, arrays in ((None, inputs), (raw, [*inputs[:3], *gates])):
-                name = label + " bounded" * bounded + ", resets" * resets + " raw" * (given is not None)
-                problem = Problem(qk, v, dtype, bounded, given, resets)
+            gates, marks = [(qk, dtype), ((B, T, H), f32)], [((B, T), f32)] * segments
+            raw_inputs = [*inputs[:3], *gates, *marks, ((H,), f32), ((H, K), f32)]
+            for given, arrays in ((None, inputs + marks), (raw, raw_inputs)):
+                name = label + " bounded" * bounded + ", segments" * segments + " raw" * (given is not None)
+                problem = Problem(qk, v, dtype, bounded, given, segments)
                 yield f"prepare {name}", make_prepare(problem), arrays
                 if V <= 128 and K <= SHARED_KEYS:
                     options = {"scale": K**-0.5, "has_state": True}
@@ -67,31 +69,37 @@ def cases() -> Iterator[Case]:
 
 
 def backward_cases() -> Iterator[Case]:
-    B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
     for K, V in ((128, 128), (64, 64), (128, 256), (192, 128), (256, 192), (256, 256)):
-        label = f"{jnp.dtype(dtype).name} {K} {V}"
-        qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
-        inputs = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)]
-        yield f"prepare and inverse {label}", make_prepare(Problem(qk, v, dtype, False), inverse=True), inputs
-        prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
-        prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
-        for warpgroups in (1, 2)[: V // 64 if K <= SHARED_KEYS else 1]:
-            scan = make_backward_scan(B, v, K, dtype, scale=K**-0.5, warpgroups=warpgroups)
-            arrays = [((B, 3), jnp.int32), *prepared, *[((B, H, K, V), f32)] * 2]
-            yield f"backward scan {label}, {warpgroups} warpgroups", scan, arrays
-        chunk = make_backward_chunk(Problem(qk, v, dtype, False), scale=K**-0.5)
-        arrays = [*inputs[:2], *inputs[3:], *[(v, dtype)] * 3, states, states]
-        yield f"backward chunk {label}", chunk, arrays
-        for bound, resets in [(None, False), (-5.0, False), (-5.0, True)][: 2 + (K == V)]:
-            raw = Raw(Activation(bound, True), dtype, T - 3 * resets)
-            problem = Problem(qk, v, dtype, bound is not None, raw, resets)
-            bounded = " bounded" * (bound is not None) + ", resets, ragged" * resets
-            prepare = make_prepare(problem, inverse=True)
-            gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
-            yield f"prepare and inverse {label}{bounded} raw", prepare, [*inputs[:3], *gates, *parameters]
-            chunk = make_backward_chunk(problem, scale=K**-0.5)
-            arrays = [*inputs[:2], *gates, *[(v, dtype)] * 3, states, states, *parameters, ((B * H, 2, T), f32)]
-            yield f"backward chunk {label}{bounded} raw", chunk, arrays
+        for segments in (False, True)[: 1 + ((K, V) in SEGMENTS)]:
+            yield from backward_cases_of(K, V, segments)
+
+
+def backward_cases_of(K: int, V: int, segments: bool) -> Iterator[Case]:
+    B, T, H, dtype, f32 = 1, 8192, 32, jnp.bfloat16, jnp.float32
+    label = f"{jnp.dtype(dtype).name} {K} {V}" + ", segments" * segments
+    qk, v, states = (B, T, H, K), (B, T, H, V), ((B * H, T // 64, V, K), dtype)
+    inputs, marks = [(qk, dtype), (qk, dtype), (v, dtype), (qk, f32), ((B, T, H), f32)], [((B, T), f32)] * segments
+    problem = Problem(qk, v, dtype, False, segments=segments)
+    yield f"prepare and inverse {label}", make_prepare(problem, inverse=True), inputs + marks
+    prepared = [((B * H, T, c), dtype) for c in (K, K, K, V, 64)]
+    prepared += [((B * H, T // 64, K), f32), ((B * H, T, 64), dtype), (v, dtype)]
+    for warpgroups in (1, 2)[: V // 64 if K <= SHARED_KEYS else 1]:
+        scan = make_backward_scan(B, v, K, dtype, scale=K**-0.5, warpgroups=warpgroups, segments=segments)
+        arrays = [((B, 3), jnp.int32), *prepared, *[((B, H, K, V), f32)] * 2, *marks]
+        yield f"backward scan {label}, {warpgroups} warpgroups", scan, arrays
+    chunk = make_backward_chunk(problem, scale=K**-0.5)
+    chunked = [*[(v, dtype)] * 3, states, states, *marks]
+    yield f"backward chunk {label}", chunk, [*inputs[:2], *inputs[3:], *chunked]
+    for bound, tokens in ((None, T), (-5.0, T), (-5.0, T - 3))[: 2 if segments or K != V else 3]:
+        raw = Raw(Activation(bound, True), dtype, tokens)
+        problem = Problem(qk, v, dtype, bound is not None, raw, segments)
+        name = f"{label}{' bounded' * (bound is not None)}{', ragged' * (tokens < T)} raw"
+        gates, parameters = [(qk, dtype), ((B, T, H), f32)], [((H,), f32), ((H, K), f32)]
+        arrays = [*inputs[:3], *gates, *marks, *parameters]
+        yield f"prepare and inverse {name}", make_prepare(problem, inverse=True), arrays
+        chunk = make_backward_chunk(problem, scale=K**-0.5)
+        arrays = [*inputs[:2], *gates, *chunked, *parameters, ((B * H, 2, T), f32)]
+        yield f"backward chunk {name}", chunk, arrays
 
 
 def decode_cases() -> Iterator[Case]:

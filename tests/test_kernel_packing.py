@@ -15,7 +15,8 @@ from reference import kda_raw as raw_oracle
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
-from kda_jax.ops.prepare import plan, select_valid
+from kda_jax.ops.packing import select_valid
+from kda_jax.ops.prepare import plan
 from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
 H, HV = 1, 2

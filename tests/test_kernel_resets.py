@@ -11,8 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
-from kda_jax.ops.packing import plan_segments
-from kda_jax.ops.prepare import select_valid
+from kda_jax.ops.packing import plan_segments, select_valid
 from pallas_kernels.config import Config
 from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 

@@ -16,8 +16,7 @@ from tolerances import assert_close
 
 from kda_jax import Decay
 from kda_jax.ops.chunk import kda_chunk
-from kda_jax.ops.packing import plan_cu_seqlens, plan_segments
-from kda_jax.ops.prepare import select_valid
+from kda_jax.ops.packing import Packing, plan_cu_seqlens, plan_segments, select_valid
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
 from pallas_kernels.inputs import CHUNK
@@ -30,15 +29,17 @@ SCALE = K**-0.5
 def stand_in(monkeypatch):
     """The kernels' signature, any backend and any channels."""
 
-    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, resets, every, config, interpret):
+    def forward(inputs, initial_state, sequences, decay, *, scale, g_min, activation, every, config, interpret):
         assert activation is None
-        q, k, v, g, beta = inputs
+        q, k, v, g, beta, *marks = inputs
         if initial_state is None:
             initial_state = jnp.zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
         packing = None
         if sequences is not None:
             packing = plan_cu_seqlens(jnp.pad(CHUNK * sequences.sum(1), (1, 0)), v.shape[1])
-        options = {"scale": scale, "g_min": None if resets else g_min, "packing": packing}
+        for mark in marks:
+            packing = Packing(mark > 0, mark == 1)
+        options = {"scale": scale, "g_min": g_min, "packing": packing}
         o, final_state, states = kda_chunk(q, k, v, g, beta, initial_state=initial_state, **options)
         if not every:
             return o, final_state
@@ -47,13 +48,15 @@ def stand_in(monkeypatch):
     def backward(inputs, initial_state, cotangents, sequences, decay, *, activation, config, interpret, **options):
         assert activation is None
 
+        tokens, marks = inputs[:5], inputs[5:]
+
         def chunk_form(*arrays):
-            *inputs, state = arrays if initial_state is not None else (*arrays, None)
+            tokens, state = arrays[:5], arrays[5] if initial_state is not None else None
             tuning = {"config": config, "interpret": interpret}
-            return forward(inputs, state, sequences, (), **options, activation=None, every=0, **tuning)
+            return forward((*tokens, *marks), state, sequences, (), **options, activation=None, every=0, **tuning)
 
         state = () if initial_state is None else (initial_state,)
-        return jax.vjp(chunk_form, *inputs, *state)[1](cotangents)
+        return jax.vjp(chunk_form, *tokens, *state)[1](cotangents)
 
     monkeypatch.setattr(vjp, "forward", forward)
     monkeypatch.setattr(vjp, "backward", backward)

@@ -8,7 +8,8 @@ from jaxtyping import Array
 from kda_jax.ops import validate
 from kda_jax.ops.chunk import kda_chunk
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
-from kda_jax.ops.prepare import SEQUENCE_DIMS, run_sequence, select_valid
+from kda_jax.ops.packing import select_valid
+from kda_jax.ops.prepare import SEQUENCE_DIMS, run_sequence
 from kda_jax.ops.scan import kda_scan
 from kda_jax.ops.types import Beta, CuSeqlens, Keys, LogDecay, Queries, SegmentIds, State, Values
 
@@ -181,8 +182,8 @@ def kda_raw(
             return _raw_mosaic_gpu(
                 q, k, v, g_raw, beta_raw, decay, negative_eigenvalues=negative_eigenvalues, **options
             )
-        beta = write_strength(beta_raw, negative_eigenvalues)
-        activated = select_valid(packing, l2_normalize(q), l2_normalize(k), v, decay(g_raw), beta)
+        q, k, g_raw, beta_raw = select_valid(packing, q, k, g_raw, beta_raw)  # whose activations have derivatives
+        activated = l2_normalize(q), l2_normalize(k), v, decay(g_raw), write_strength(beta_raw, negative_eigenvalues)
         return _IMPLEMENTATIONS[name](*activated, g_min=decay.lower_bound, **options)
 
     o, final_state, *_ = run_sequence(

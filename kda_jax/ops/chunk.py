@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kda_jax.ops.intra import decayed_scores, on_diagonal, unit_lower_inverse
-from kda_jax.ops.packing import Packing, align
+from kda_jax.ops.packing import Packing, align, select_valid
 from kda_jax.ops.types import Beta, Keys, LogDecay, Queries, State, Values
 
 
@@ -75,7 +75,7 @@ def kda_chunk(
     chunk_size: int = 64,
     delta_rule: bool = True,
 ) -> tuple[Values, State, Float[Array, "B chunks HV K V"]]:
-    """The chunkwise form of `kda_jax.kda`; the arguments are `kda`'s, already validated, padding tokens zeroed.
+    """The chunkwise form of `kda_jax.kda`; the arguments are `kda`'s, already validated.
 
     Without `delta_rule` nothing is corrected, S_t = Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T: e = beta v.
 
@@ -91,10 +91,11 @@ def kda_chunk(
     einsum = functools.partial(jnp.einsum, precision=precision)
     chunk_size = min(chunk_size, max(1, 1 << (v.shape[1] - 1).bit_length()))
     alignment = reset = None
-    if packing is not None:
+    if packing is not None and packing.slot is not None and packing.cu_seqlens is not None:
+        alignment = align(packing.cu_seqlens, packing.slot, chunk_size)
+    elif packing is not None:
         reset = packing.reset
-        if packing.slot is not None and packing.cu_seqlens is not None:
-            alignment = align(packing.cu_seqlens, packing.slot, chunk_size)
+        q, k, v, g, beta = select_valid(packing, q, k, v, g, beta)
 
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     inputs = [x.astype(dtype) for x in (q, k, v, g, beta)]
@@ -121,5 +122,5 @@ def kda_chunk(
     slot = None if alignment is None else alignment.slot
     final_state, (after, o) = _scan_states(initial_state, operands, slot, einsum)
     o = from_chunks(o).astype(v.dtype)
-    o = o[:, : v.shape[1]] if alignment is None else alignment.restore(o)
+    (o,) = select_valid(packing, o[:, : v.shape[1]]) if alignment is None else (alignment.restore(o),)
     return o, final_state, jnp.moveaxis(after, 0, 1)

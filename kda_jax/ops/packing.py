@@ -30,6 +30,18 @@ class Packing:
     slot: Int[Array, " T"] | None = None
     cu_seqlens: CuSeqlens | None = None
 
+    def marks(self) -> Int[Array, "B T"]:
+        """`valid` and `reset` in one: 0 for padding, 1 where the state before the token is zero, 2 elsewhere."""
+        mark = 2 if self.reset is None else jnp.where(self.reset, 1, 2)
+        return jnp.where(self.valid, mark, 0).astype(jnp.int32)
+
+
+def select_valid(packing: Packing | None, *arrays: Array) -> tuple[Array, ...]:
+    """The arrays with the rows of padding tokens set to zero, by select, so that nothing in them reaches a gradient."""
+    if packing is None:
+        return arrays
+    return tuple(jnp.where(packing.valid.reshape(*packing.valid.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays)
+
 
 def plan_segments(segment_ids: SegmentIds) -> Packing:
     """The plan of `segment_ids`: a sequence begins where the id differs from the last id that was not padding."""

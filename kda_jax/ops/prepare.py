@@ -1,4 +1,4 @@
-"""From checked arguments to what an implementation reads: defaults filled in, padding zeroed."""
+"""From checked arguments to what an implementation reads."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +22,6 @@ def plan(segment_ids: SegmentIds | None, cu_seqlens: CuSeqlens | None, num_token
     return None if cu_seqlens is None else plan_cu_seqlens(jnp.asarray(cu_seqlens, jnp.int32), num_tokens)
 
 
-def select_valid(packing: Packing | None, *arrays: Array) -> tuple[Array, ...]:
-    """The arrays with the rows of padding tokens set to zero, by select, so that nothing in them reaches a gradient."""
-    if packing is None:
-        return arrays
-    return tuple(jnp.where(packing.valid.reshape(*packing.valid.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays)
-
-
 def resolve_state(state: State | None, shape: tuple[int, ...], inputs: Sequence[Array]) -> State:
     """The initial state in the dtype of sums, zero by default, varying over the inputs' `shard_map` axes."""
     dtype = functools.reduce(jnp.promote_types, (state_dtype(x.dtype) for x in inputs))
@@ -48,6 +41,7 @@ def run_sequence(
     **options,
 ) -> tuple[Array, ...]:
     """`run` on the inputs {"q", "k", "v", "g", "beta"}, activated or raw, checked here; `options` go to it unchanged.
+    Whatever padding holds is left to `run`, which knows it from the plan.
 
     Returns:
       What `run` returns: o, the final state and, where it says so, the state after each chunk.
@@ -63,6 +57,4 @@ def run_sequence(
         chunks = -(-sizes["T"] // options["chunk_size"])
         return jnp.zeros_like(arrays["v"]), state, jnp.zeros((sizes["B"], chunks, *state.shape[1:]), state.dtype)
     packing = plan(segment_ids, cu_seqlens, sizes["T"])
-    inputs = select_valid(packing, *arrays.values())
-    o, *rest = run(*inputs, scale=scale, initial_state=state, packing=packing, **options)
-    return *select_valid(packing, o), *rest
+    return run(*arrays.values(), scale=scale, initial_state=state, packing=packing, **options)

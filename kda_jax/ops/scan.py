@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax.ops.gates import Decay, l2_normalize, write_strength
-from kda_jax.ops.packing import Packing
+from kda_jax.ops.packing import Packing, select_valid
 from kda_jax.ops.types import (
     Beta,
     Keys,
@@ -81,6 +81,7 @@ def kda_scan(
 
     reset = None if packing is None or packing.reset is None else packing.reset.T
     slot = None if packing is None else packing.slot
-    inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta)]
+    inputs = [jnp.moveaxis(x, 1, 0) for x in select_valid(packing, q, k, v, g, beta)]
     final_state, o = jax.lax.scan(token, initial_state, (*inputs, reset, slot))
-    return jnp.moveaxis(o, 0, 1).astype(v.dtype), final_state
+    (o,) = select_valid(packing, jnp.moveaxis(o, 0, 1).astype(v.dtype))
+    return o, final_state
