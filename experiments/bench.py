@@ -254,8 +254,7 @@ def measure(known: Sequence[Version], programs: Programs, shape: Shape, settings
         for version, row in times.items():
             peers = [t["median_ms"] for other, t in times.items() if other.peer and other.kind == version.kind]
             ratio = row["median_ms"] / min(peers) if peers else None
-            program = samples[version].program
-            cost = {"repeats": program.repeats, "temporary_bytes": program.temporary_bytes}
+            cost = {name: getattr(samples[version].program, name) for name in ("repeats", "temporary_bytes")}
             yield {**what, **_who(version), **row, "over_fastest_peer": ratio, **cost}
 
 
