@@ -57,7 +57,8 @@ def load(
     Raises:
       FileNotFoundError: without config.json or safetensors files.
       ValueError: for a config.json that is none, or with values that this library does not have, listing them.
-      CheckpointError: listing every tensor that is missing, superfluous, of a wrong shape or dtype, or truncated.
+      CheckpointError: listing every tensor that is missing, superfluous, there twice, of a wrong shape or dtype, or
+        truncated.
     """
     config, files = _open(Path(directory))
     if dtype is not None:
@@ -80,7 +81,7 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
       shard_bytes: the most bytes of a file, as far as one tensor allows; more than one file come with an index.
 
     Raises:
-      FileExistsError: if the directory has safetensors files.
+      FileExistsError: if the directory has safetensors files or an index of such.
       ImportError: without the package safetensors.
       ValueError: for a model that is not the config's, that the published format cannot hold, or whose experts are no
         MXFP4 numbers.
@@ -95,7 +96,7 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
     if plan != entries(config, nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))):
         raise ValueError("model is not the config's: they differ in the names, shapes or dtypes of the parameters")
     directory.mkdir(parents=True, exist_ok=True)
-    present = sorted(directory.glob("*.safetensors"))
+    present = [*sorted(directory.glob("*.safetensors")), *directory.glob(INDEX)]
     if present:
         raise FileExistsError(f"{directory} holds a checkpoint already: {present[0].name}")
     groups = _groups([tensor for entry in plan for tensor in entry.tensors()], shard_bytes)
