@@ -9,6 +9,7 @@ The checkpoint's `tokenizer.json` is used if there is one, bytes otherwise; its 
 """
 
 import argparse
+import numbers
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,8 +68,8 @@ def stream(
       ValueError: at the call, not at the first burst; as `generate`.
     """
     for name, value in {"burst": burst, "chunk_size": chunk_size}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     decoder = Decoder(model)
     for request in requests:
         decoder.check(request)
