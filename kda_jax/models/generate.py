@@ -4,8 +4,8 @@
         [--temperature=0.8] [--top_k=50] [--top_p=0.95] [--min_p=0.05] [--seed=0] [--stop_token=ID ...]
 
 The text of one prompt appears as it is made; several are decoded as one batch and printed at the end, a paragraph each.
-The checkpoint's `tokenizer.json` is used if there is one, bytes otherwise; its end-of-sequence token ends a text unless
-`--stop_token` says otherwise.
+The checkpoint's `tokenizer.json` or `tiktoken.model` is used if there is one, bytes otherwise; its end-of-sequence
+token ends a text unless `--stop_token` says otherwise.
 """
 
 import argparse
