@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,14 @@ def test_layers_repeat_the_pattern():
     assert config.layers == ("kda", "kda", "kda", "mla", "kda", "kda")
     assert dataclasses.replace(config, num_layers=None).layers == ("kda", "kda", "kda", "mla")
     assert hash(config) == hash(dataclasses.replace(config))
+
+
+def test_sizes_are_kept_as_plain_integers():
+    """JSON has no others: a config of NumPy's could be trained but not saved."""
+    mla = dataclasses.replace(CONFIG.mla, key_dim=np.int32(4))
+    config = dataclasses.replace(CONFIG, width=np.int64(WIDTH), num_layers=np.int64(4), mla=mla)
+    assert config == CONFIG
+    assert json.loads(json.dumps([config.width, config.num_layers, config.mla.key_dim])) == [WIDTH, 4, 4]
 
 
 @pytest.mark.parametrize(
