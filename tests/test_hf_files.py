@@ -169,7 +169,8 @@ def test_errors(tmp_path, monkeypatch):
     trained = nnx.clone(build("kimi_k3"))
     trained.blocks[1].mlp.experts.up_proj[0, 0, 0] = 1.234
     with pytest.raises(ValueError, match=r"layers\.1\.block_sparse_moe\.experts\.0\.w3\.weight: .*no MXFP4 numbers"):
-        hf.save(tmp_path / "y", CONFIGS["kimi_k3"], trained)
+        hf.save(tmp_path / "y", CONFIGS["kimi_k3"], trained, shard_bytes=3000)
+    assert not list((tmp_path / "y").iterdir()), "what had been written would be in the way of the next save"
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r"pip install 'kda-jax\[hf\]'"):
         hf.save(tmp_path / "z", LINEAR, model)

@@ -74,6 +74,8 @@ def load(
 def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_bytes: int = 5 * 10**9) -> None:
     """Writes config.json and the weights in the published layout, from which `load` gives the same model bitwise.
 
+    What an error or an interrupt leaves half written is removed.
+
     Args:
       directory: made if it is not there; must not hold weights already.
       config: of the model.
@@ -103,14 +105,19 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
     files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else ["model.safetensors"]
     arrays = _encoded(plan, model)
-    for file, group in zip(files, groups, strict=True):
-        save_file(dict(next(arrays) for _ in group), directory / file, metadata={"format": "pt"})
-    if len(files) > 1:
-        weight_map = {tensor.name: file for file, group in zip(files, groups, strict=True) for tensor in group}
-        total = sum(tensor.size for group in groups for tensor in group)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (directory / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+    try:
+        for file, group in zip(files, groups, strict=True):
+            save_file(dict(next(arrays) for _ in group), directory / file, metadata={"format": "pt"})
+        if len(files) > 1:
+            weight_map = {tensor.name: file for file, group in zip(files, groups, strict=True) for tensor in group}
+            total = sum(tensor.size for group in groups for tensor in group)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+    except BaseException:
+        for file in (*files, INDEX):
+            (directory / file).unlink(missing_ok=True)
+        raise
 
 
 def _place(entry: Entry, files: Files, shard: Shard | None) -> jax.Array:
