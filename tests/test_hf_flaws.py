@@ -65,6 +65,7 @@ def test_a_damaged_header_is_named(tmp_path):
         "[1]",
         '{"a": "b"}',
         '{"a": {"dtype": "F32", "shape": null, "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
         '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
         '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
     ],

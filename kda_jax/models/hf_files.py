@@ -155,6 +155,8 @@ def _header(file: Path) -> dict[str, Stored]:
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     start = 8 + length
+    if not all(isinstance(entry["dtype"], str) for entry in header.values()):
+        raise ValueError("a dtype is no string")
     if any(entry["data_offsets"][0] < 0 for entry in header.values()):
         raise ValueError("a tensor would begin before the data")
     return {
