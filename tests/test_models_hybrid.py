@@ -182,7 +182,9 @@ def test_sizes_are_kept_as_plain_integers():
         ({"pattern": "kda"}, "pattern must be a sequence of layer kinds, got 'kda'"),
         ({"pattern": ("kda", "mlp")}, "unknown layer kind 'mlp'; the kinds are kda, "),
         ({"num_value_heads": 3}, "num_value_heads must be a multiple of self.num_heads=2, got 3"),
-        ({"dtype": "int32"}, "dtype must be a floating dtype, got int32"),
+        ({"dtype": "int32"}, "dtype must be a floating dtype, got 'int32'"),
+        ({"param_dtype": "bf16"}, "param_dtype must be a floating dtype, got 'bf16'"),
+        ({"dtype": None}, "HybridConfig.dtype must be a floating dtype, got None"),
     ],
 )
 def test_config_errors(changes, message):

@@ -19,7 +19,7 @@ from kda_jax.layers.mla import MLAConfig
 from kda_jax.layers.mlp import SiTU
 from kda_jax.layers.moe import MoEConfig
 from kda_jax.models import hf_fields
-from kda_jax.models.config import HybridConfig
+from kda_jax.models.config import HybridConfig, is_floating
 from kda_jax.models.hf_fields import LAYER_TYPES
 
 Document = dict[str, Any]
@@ -139,15 +139,8 @@ def _check_kinds(document: Any) -> None:
             if key in section and type(value) not in kinds and not (value is None and key in NULLABLE):
                 raise ValueError(f"{key} must be {expected}, got {value!r}")
     for name in (part[key] for part in (text, document) for key in DTYPES if part.get(key)):
-        if not _is_floating(name):
+        if not is_floating(name):
             raise ValueError(f"dtype must be a floating one, got {name!r}")
-
-
-def _is_floating(name: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(name), jnp.floating)
-    except (TypeError, ValueError):
-        return False
 
 
 def _read(document: Document, dtype: DTypeLike) -> HybridConfig:
