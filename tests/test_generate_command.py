@@ -26,7 +26,9 @@ def continued(prompts, **options):
 
 def test_one_prompt(checkpoint, capsys):
     generate.main([f"--checkpoint={checkpoint}", "--prompt=né", "--max_new_tokens=11"])
-    assert capsys.readouterr().out == continued(["né"], max_new_tokens=11)[0] + "\n"
+    captured = capsys.readouterr()
+    assert captured.out == continued(["né"], max_new_tokens=11)[0] + "\n"
+    assert captured.err == f"no tokenizer.json or tiktoken.model in {checkpoint}: bytes are the tokens\n"
 
 
 def test_a_batch_of_prompts(checkpoint, capsys):

@@ -22,7 +22,7 @@ from kda_jax.models.decoding import NOTHING, Decoder, Decoding, Request, begin, 
 from kda_jax.models.hf_files import read_object
 from kda_jax.models.hybrid import HybridLM
 from kda_jax.models.sampling import GREEDY, Sampling
-from kda_jax.models.tokenizer import decode_stream, load_tokenizer
+from kda_jax.models.tokenizer import TOKENIZERS, ByteTokenizer, decode_stream, load_tokenizer
 
 CHUNK_SIZE = 512  # tokens of a prompt in one call
 BURST = 8  # tokens decoded between two looks at them
@@ -132,6 +132,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
     try:
         tokenizer = load_tokenizer(arguments.checkpoint)
+        if isinstance(tokenizer, ByteTokenizer):
+            print(f"no {' or '.join(TOKENIZERS)} in {arguments.checkpoint}: bytes are the tokens", file=sys.stderr)
         stop = end_tokens(arguments.checkpoint) if arguments.stop_token is None else arguments.stop_token
         requests = [
             Request(tokenizer.encode(text), arguments.max_new_tokens, arguments.sampling, stop, arguments.seed)
