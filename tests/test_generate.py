@@ -171,13 +171,18 @@ def test_request_errors(prompt, limit, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("prompt", [1.7, 2], r"prompt must be integers that int32 holds, got \[1.7, 2\]"),
-        ("prompt", [[1], [2]], "prompt must be integers"),
-        ("prompt", "ab", "prompt must be integers"),
+        ("prompt", [1.7, 2], r"prompt must be a list of integers that int32 holds, got \[1.7, 2\]"),
+        ("prompt", [[1], [2]], "prompt must be a list of integers"),
+        ("prompt", "ab", "prompt must be a list of integers"),
+        ("prompt", 5, "prompt must be a list of integers that int32 holds, got 5"),
+        ("max_new_tokens", "5", "max_new_tokens must be an integer that int32 holds, got '5'"),
         ("max_new_tokens", 2.5, "max_new_tokens must be an integer that int32 holds, got 2.5"),
-        ("stop_tokens", [2**40], "stop_tokens must be integers that int32 holds"),
+        ("stop_tokens", [2**40], "stop_tokens must be a list of integers that int32 holds"),
         ("seed", 2**70, "seed must be an integer that int64 holds"),
         ("sampling", Sampling(1.0, 2**40), "sampling.top_k must be an integer that int32 holds"),
+        ("sampling", 0.8, r"sampling must be a Sampling, got 0.8"),
+        ("sampling", Sampling(None), r"sampling.temperature must be a number, got None"),
+        ("sampling", Sampling(1.0, top_p="0.9"), r"sampling.top_p must be a number, got '0.9'"),
         ("sampling", Sampling(np.ones(2)), r"sampling.temperature must be a number, got array"),
     ],
 )
@@ -186,10 +191,11 @@ def test_requests_that_would_stop_others_are_refused(field, value, message):
         dataclasses.replace(Request([1], 2), **{field: value})
 
 
+@pytest.mark.parametrize("value", [0, 2.5])
 @pytest.mark.parametrize("name", ["burst", "chunk_size"])
-def test_stream_errors_come_at_the_call(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        stream(build(), [Request([1], 3)], **{name: 0})
+def test_stream_errors_come_at_the_call(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {value}"):
+        stream(build(), [Request([1], 3)], **{name: value})
 
 
 def test_no_prompts():

@@ -1,15 +1,13 @@
-"""The command that continues prompts, and the ways from text to tokens and back."""
+"""The command that continues prompts."""
 
 import dataclasses
 import json
-import sys
 
-import numpy as np
 import pytest
 from generation_cases import CONFIG, build
 
 from kda_jax.models import generate, hf
-from kda_jax.models.tokenizer import ByteTokenizer, decode_stream, load_tokenizer
+from kda_jax.models.tokenizer import ByteTokenizer
 
 BYTES = dataclasses.replace(CONFIG, vocab_size=256, pattern=("kda",), rope_theta=None)
 
@@ -28,7 +26,9 @@ def continued(prompts, **options):
 
 def test_one_prompt(checkpoint, capsys):
     generate.main([f"--checkpoint={checkpoint}", "--prompt=né", "--max_new_tokens=11"])
-    assert capsys.readouterr().out == continued(["né"], max_new_tokens=11)[0] + "\n"
+    captured = capsys.readouterr()
+    assert captured.out == continued(["né"], max_new_tokens=11)[0] + "\n"
+    assert captured.err == f"no tokenizer.json or tiktoken.model in {checkpoint}: bytes are the tokens\n"
 
 
 def test_a_batch_of_prompts(checkpoint, capsys):
@@ -111,38 +111,3 @@ def test_help_says_the_defaults(capsys):
 def test_a_directory_without_a_checkpoint(tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*config.json"):
         generate.main([f"--checkpoint={tmp_path}", "--prompt=a"])
-
-
-def test_bytes():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode("né ∑")) == "né ∑"
-    assert tokenizer.decode([104, 195, 300, 105]) == "h��i"
-
-
-def test_streamed_text_holds_back_half_a_character():
-    tokens = list("a∑é".encode())
-    texts = list(decode_stream(ByteTokenizer(), ([t] for t in tokens)))
-    assert "".join(texts) == "a∑é"
-    assert [text for text in texts if text] == ["a", "∑", "é"]
-    assert list(decode_stream(ByteTokenizer(), [[97], [226]])) == ["a", "�"]
-
-
-def test_the_tokenizer_of_the_checkpoint(tmp_path, monkeypatch):
-    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"tokenizer.json needs the package tokenizers: pip install"):
-        load_tokenizer(tmp_path)
-
-
-def test_tokenizers_package(tmp_path):
-    """A real file of it."""
-    tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode("b a c") == [1, 0, 2]
-    assert tokenizer.decode(np.array([1, 0])) == "b a"

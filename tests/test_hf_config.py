@@ -42,6 +42,20 @@ def test_unknown_keys_stay(name):
     assert hf_config.to_json(hf_config.from_json(there)) == there
 
 
+@pytest.mark.parametrize("name", ["kimi_linear_tiny", "kimi_k3_tiny"])
+def test_null_is_absence_and_stays(name):
+    there = document(name) | {"dtype": None, "torch_dtype": None}
+    text = there.get("text_config", there)
+    text |= {"dtype": None, "torch_dtype": None}
+    if name == "kimi_linear_tiny":
+        there["quantization_config"] = None
+    else:
+        text["quantization_config"] = None
+    config = hf_config.from_json(there, "bfloat16")
+    assert (config.dtype, config.param_dtype) == ("bfloat16", "bfloat16")
+    assert hf_config.to_json(config) == there
+
+
 def test_changes_reach_every_alias():
     """Two layers more, another top-k, no experts in the first two, half the heads: wherever the file says so."""
     config = hf_config.from_json(document("kimi_linear_tiny"))
@@ -139,6 +153,13 @@ def test_what_the_library_lacks_is_listed():
         ({"num_experts_per_token": 2.0}, "num_experts_per_token must be an integer, got 2.0"),
         ({"hidden_size": "8"}, "hidden_size must be an integer, got '8'"),
         ({"dtype": "foo"}, "dtype must be a floating one, got 'foo'"),
+        ({"dtype": "pi"}, "dtype must be a floating one, got 'pi'"),
+        ({"mlp_layer_types": None}, "mlp_layer_types must be a list, got None"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor must be a number, got None"),
+        ({"moe_renormalize": None}, "moe_renormalize must be true or false, got None"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"num_hidden_layers": 10**30}, "must name each of the layers 1 to 10{30}, got"),
+        ({"quantization_config": "mxfp4"}, "quantization_config must be an object, got 'mxfp4'"),
         ({"quantization_config": {"format": "int-quantized"}}, "format must be 'mxfp4-pack-quantized', got 'int-q"),
     ],
 )
@@ -151,6 +172,24 @@ def test_bad_documents(changes, message):
 def test_another_model_of_k3s_form():
     there = document("kimi_k3_tiny") | {"model_type": "llava"}
     with pytest.raises(ValueError, match="model_type is 'llava', expected 'kimi_k3'"):
+        hf_config.from_json(there)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("kda_layers", None, "kda_layers must be a list, got None"),
+        ("kda_layers", [1, [2], 3], r"must name each of the layers 1 to 6, got \[1, \[2\], 3\]"),
+        ("full_attn_layers", [4, "6"], r"must name each of the layers 1 to 6, got .* and \[4, '6'\]"),
+        ("gate_lower_bound", "-5", "gate_lower_bound must be a number, got '-5'"),
+        ("use_full_rank_gate", 1, "use_full_rank_gate must be true or false, got 1"),
+        ("head_dim", "16", "head_dim must be an integer of at least 1, got '16'"),
+    ],
+)
+def test_bad_values_of_linear_attention(key, value, message):
+    there = document("kimi_k3_tiny")
+    there["text_config"]["linear_attn_config"][key] = value
+    with pytest.raises(ValueError, match=message):
         hf_config.from_json(there)
 
 

@@ -1,10 +1,7 @@
-"""Saving and loading: bitwise, in several files, into shards, within little memory; what is wrong is listed at once."""
+"""Saving and loading: bitwise, in several files, into shards, within little memory."""
 
 import dataclasses
-import functools
 import json
-import re
-import struct
 import sys
 import tracemalloc
 
@@ -13,62 +10,12 @@ import jax.numpy as jnp
 import layer_cases
 import numpy as np
 import pytest
+from checkpoint_cases import CONFIGS, LINEAR, assert_same, build
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from kda_jax.layers import MixerConfig, MLAConfig, MoEConfig, SiTU
-from kda_jax.models import HybridConfig, HybridLM, hf, mxfp4, orbax, sharding
-from kda_jax.models.hf_files import INDEX, CheckpointError, Files
-
-LINEAR = HybridConfig(
-    vocab_size=11,
-    width=8,
-    num_heads=2,
-    head_dim=4,
-    pattern=("kda", "mla", "kda"),
-    mlp_width=6,
-    mla=MLAConfig(latent_dim=5, key_dim=4, shared_dim=2, value_dim=3),
-    moe=MoEConfig(num_experts=4, top_k=2, expert_width=3, shared_experts=1),
-    dense_layers=1,
-)
-K3 = dataclasses.replace(
-    LINEAR,
-    width=32,
-    mixer=MixerConfig(lower_bound=-5.0, output_gate="full", float32_taps=True),
-    mla=MLAConfig(latent_dim=5, key_dim=4, shared_dim=2, value_dim=3, query_rank=6, output_gate=True),
-    moe=MoEConfig(num_experts=3, top_k=2, expert_width=32, shared_experts=2, latent_dim=32, storage="mxfp4"),
-    situ=SiTU(),
-    residual_block=2,
-)
-CONFIGS = {
-    "kimi_linear": LINEAR,
-    "bfloat16": dataclasses.replace(LINEAR, dtype="bfloat16", param_dtype="bfloat16"),
-    "tied": dataclasses.replace(LINEAR, tie_embeddings=True, moe=None, dense_layers=0),
-    "kimi_k3": dataclasses.replace(K3, dtype="bfloat16", param_dtype="bfloat16"),
-}
-
-
-@functools.cache
-def build(name):
-    """Random parameters; where they are saved as MXFP4, such numbers."""
-    rng = np.random.default_rng(0)
-    config = CONFIGS[name]
-    model = layer_cases.randomize(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))), rng)
-    for block in model.blocks if config.moe is not None and config.moe.storage else ():
-        if hasattr(block.mlp, "experts"):
-            for parameter in (block.mlp.experts.gate_proj, block.mlp.experts.up_proj, block.mlp.experts.down_proj):
-                codes = rng.integers(256, size=(3, 32, 16), dtype=np.uint8)
-                weights = mxfp4.unpack(codes, rng.integers(118, 124, size=(3, 32, 1), dtype=np.uint8))
-                parameter[...] = jnp.asarray(weights.swapaxes(1, 2), parameter.dtype)
-    return model
-
-
-def assert_same(model, other):
-    """Bitwise, with the same paths and dtypes."""
-    for (path, a), (other_path, b) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True):
-        assert path == other_path
-        assert a.get_value().dtype == b.get_value().dtype
-        np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=str(path))
+from kda_jax.models import HybridLM, hf, mxfp4, orbax, sharding
+from kda_jax.models.hf_files import INDEX
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 3000])
@@ -206,67 +153,6 @@ def test_orbax_holds_any_config(tmp_path):
     assert len(other.lm_head.kernel[...].addressable_shards) == 2
 
 
-def test_all_flaws_are_listed(tmp_path):
-    """Missing, superfluous, misshapen, of a wrong dtype, truncated, in a missing file: one error, every name."""
-    hf.save(tmp_path, LINEAR, build("kimi_linear"), shard_bytes=3000)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    first = load_file(files[0])
-    names = list(first)
-    first[names[0]] = first[names[0]][:-1]
-    first[names[1]] = first[names[1]].astype(np.int32)
-    removed = names[2]
-    del first[removed]
-    save_file(first | {"model.extra": np.zeros(2, np.float32)}, files[0])
-    second = files[1].read_bytes()
-    files[1].write_bytes(second[:-10])
-    gone = list(load_file(files[2]))
-    files[2].unlink()
-    with pytest.raises(CheckpointError) as error:
-        hf.load(tmp_path)
-    lines = str(error.value).splitlines()
-    assert lines[0] == f"the checkpoint does not hold this model, {len(lines) - 1} flaws:"
-    found = "\n".join(lines[1:])
-    assert re.search(rf"^{names[0]}: shape \[.*\], expected \[", found, re.M)
-    assert f"{names[1]}: dtype I32, expected a floating one" in lines
-    assert f"missing: {removed}" in lines
-    assert "superfluous: model.extra" in lines
-    assert re.search(rf"^model\..*: truncated: \d+ bytes of \d+ in {files[1].name}$", found, re.M)
-    assert re.search(rf"^unreadable: {files[2].name}: ", found, re.M)
-    assert {f"missing: {name}" for name in gone} <= set(lines)
-    assert len(lines) == 7 + len(gone)
-
-
-def test_a_damaged_header_is_named(tmp_path):
-    hf.save(tmp_path, LINEAR, build("kimi_linear"))
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match=r"unreadable: model.safetensors: the header would take \d+ bytes of 20"):
-        hf.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "[1]",
-        '{"a": "b"}',
-        '{"a": {"dtype": "F32", "shape": null, "data_offsets": [0, 4]}}',
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
-    ],
-)
-def test_a_header_of_another_form_is_named(tmp_path, header):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header.encode())
-    [flaw] = Files.of(tmp_path).flaws
-    assert flaw.startswith("unreadable: model.safetensors: ")
-
-
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}'])
-def test_an_index_of_another_form_is_named(tmp_path, index):
-    (tmp_path / INDEX).write_text(index)
-    with pytest.raises(CheckpointError, match=f"{INDEX} names no files: "):
-        Files.of(tmp_path)
-
-
 def test_errors(tmp_path, monkeypatch):
     model = build("kimi_linear")
     with pytest.raises(ValueError, match="model is not the config's"):
@@ -277,10 +163,14 @@ def test_errors(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="no safetensors files in"):
         hf.load(tmp_path)
+    (tmp_path / INDEX).write_text("{}")  # would speak of other files than those that are saved
+    with pytest.raises(FileExistsError, match=f"holds a checkpoint already: {INDEX}"):
+        hf.save(tmp_path, LINEAR, model)
     trained = nnx.clone(build("kimi_k3"))
     trained.blocks[1].mlp.experts.up_proj[0, 0, 0] = 1.234
     with pytest.raises(ValueError, match=r"layers\.1\.block_sparse_moe\.experts\.0\.w3\.weight: .*no MXFP4 numbers"):
-        hf.save(tmp_path / "y", CONFIGS["kimi_k3"], trained)
+        hf.save(tmp_path / "y", CONFIGS["kimi_k3"], trained, shard_bytes=3000)
+    assert not list((tmp_path / "y").iterdir()), "what had been written would be in the way of the next save"
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r"pip install 'kda-jax\[hf\]'"):
         hf.save(tmp_path / "z", LINEAR, model)

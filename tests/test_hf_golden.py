@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 from kda_jax.models import hf, hf_config
+from kda_jax.models.generate import generate
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -44,21 +45,24 @@ def test_logits(name, tolerance):
     np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=tolerance)
 
 
-def test_decoding():
+@pytest.mark.parametrize(
+    ("name", "key", "tolerance"), [("kimi_linear_tiny", "decode_logits", 5e-5), ("kimi_k3_tiny", "logits", 2e-4)]
+)
+def test_decoding(name, key, tolerance):
     """All but the last tokens at once, those one by one."""
-    _, model = load("kimi_linear_tiny")
-    want = expected("kimi_linear_tiny")
+    _, model = load(name)
+    want = expected(name)
     tokens = jnp.asarray(want["input_ids"], jnp.int32)
-    steps = want["decode_logits"].shape[1]
+    steps = min(want[key].shape[1], 13)
     cache = model.init_cache(2, tokens.shape[1])
     _, cache = call(model, tokens[:, :-steps], cache)
     for step in range(-steps, 0):
         logits, cache = call(model, tokens[:, step, None], cache)
-        np.testing.assert_allclose(logits[:, 0], want["decode_logits"][:, step], rtol=0, atol=5e-5)
+        np.testing.assert_allclose(logits[:, 0], want[key][:, step], rtol=0, atol=tolerance)
 
 
 def test_greedy():
-    """Twenty tokens of the first row, then the most likely one, again and again."""
+    """Twenty tokens of the first row, then the most likely one, again and again: by hand, and as `generate` does."""
     _, model = load("kimi_linear_tiny")
     tokens = expected("kimi_linear_tiny")["greedy"]
     logits, cache = call(model, jnp.asarray(tokens[:, :20], jnp.int32), model.init_cache(1, tokens.shape[1]))
@@ -67,6 +71,8 @@ def test_greedy():
         generated.append(int(jnp.argmax(logits[0, -1])))
         logits, cache = call(model, jnp.array([[generated[-1]]]), cache)
     assert generated == tokens[0, 20:].tolist()
+    (row,) = generate(model, [tokens[0, :20].tolist()], max_new_tokens=len(generated), chunk_size=8)
+    assert row == generated
 
 
 @pytest.mark.parametrize("name", ["kimi_linear_tiny", "kimi_k3_tiny"])

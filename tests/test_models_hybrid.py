@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,14 @@ def test_layers_repeat_the_pattern():
     assert hash(config) == hash(dataclasses.replace(config))
 
 
+def test_sizes_are_kept_as_plain_integers():
+    """JSON has no others: a config of NumPy's could be trained but not saved."""
+    mla = dataclasses.replace(CONFIG.mla, key_dim=np.int32(4))
+    config = dataclasses.replace(CONFIG, width=np.int64(WIDTH), num_layers=np.int64(4), mla=mla)
+    assert config == CONFIG
+    assert json.loads(json.dumps([config.width, config.num_layers, config.mla.key_dim])) == [WIDTH, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -173,7 +182,9 @@ def test_layers_repeat_the_pattern():
         ({"pattern": "kda"}, "pattern must be a sequence of layer kinds, got 'kda'"),
         ({"pattern": ("kda", "mlp")}, "unknown layer kind 'mlp'; the kinds are kda, "),
         ({"num_value_heads": 3}, "num_value_heads must be a multiple of self.num_heads=2, got 3"),
-        ({"dtype": "int32"}, "dtype must be a floating dtype, got int32"),
+        ({"dtype": "int32"}, "dtype must be a floating dtype, got 'int32'"),
+        ({"param_dtype": "bf16"}, "param_dtype must be a floating dtype, got 'bf16'"),
+        ({"dtype": None}, "HybridConfig.dtype must be a floating dtype, got None"),
     ],
 )
 def test_config_errors(changes, message):

@@ -70,6 +70,14 @@ def test_a_row_without_cuts_keeps_all_beside_one_with():
     assert sampling._cutoff(logits, settings).tolist() == [-1.0, 0.0, 30.0]
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-37])
+def test_a_temperature_near_zero_takes_the_most_likely(temperature):
+    """Though logits over it are more than float32 holds."""
+    logits = jnp.array([[-3.0, 40.0, 55.0, 54.0]])
+    for cut in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert sample(jax.random.split(jax.random.key(0), 1), logits, Sampling(temperature, **cut)).tolist() == [2], cut
+
+
 def test_ties_with_the_last_kept_are_kept():
     logits = jnp.broadcast_to(jnp.array([0.0, 1.0, 1.0, 0.5]), (200, 4))
     drawn = sample(jax.random.split(jax.random.key(0), 200), logits, Sampling(1.0, top_k=1))

@@ -2,12 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from generation_cases import VOCAB, build, prompts
 
-from kda_jax.models import HybridLM
 from kda_jax.models.decoding import NOTHING, Decoder, Request, begin, pieces
 from kda_jax.models.sampling import Sampling
 from kda_jax.models.scheduler import Scheduler, SchedulerConfig
@@ -65,21 +65,22 @@ def test_requests_that_come_while_others_decode(rng):
     assert list(results.values()) == [alone(request) for request in batch]
 
 
-def test_joining_and_leaving_compile_nothing(rng, monkeypatch):
-    """Once every size of piece has been seen, the model is never traced again."""
+def test_joining_and_leaving_compile_nothing(rng, caplog):
+    """Once every size of piece and one leave have been seen: neither the model's programs nor those of the slots."""
     scheduler = Scheduler(build(), CONFIG)
-    traces = []
-    call = HybridLM.__call__
-
-    def counted(self, tokens, **options):
-        traces.append(tokens.shape)
-        return call(self, tokens, **options)
-
-    monkeypatch.setattr(HybridLM, "__call__", counted)
     scheduler.run([Request([1] * length, 2) for length in range(1, 18)])
-    traces.clear()
-    scheduler.run(requests(rng))
-    assert traces == []
+    number = scheduler.submit(Request([1], 9))
+    scheduler.step()
+    scheduler.cancel(number)
+    with jax.log_compiles():
+        numbers = [scheduler.submit(request) for request in requests(rng)]
+        scheduler.step()
+        for number in numbers[:2]:
+            scheduler.cancel(number)
+        while scheduler.pending:
+            scheduler.step()
+    compiled = [record.message for record in caplog.records if record.message.startswith("Compiling ")]
+    assert compiled == []
 
 
 def test_shared_beginnings_are_prefilled_once(rng, monkeypatch):

@@ -1,6 +1,7 @@
 """What a hybrid language model consists of, as data."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,6 +15,14 @@ from kda_jax.layers.sizes import check_sizes
 
 KINDS = (*MIXERS, "attention", "mla")
 """What a layer of the pattern may be: a mixer of `kda_jax.layers.MIXERS`, full attention, or latent attention."""
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether it is a floating dtype or the name of one; None, which NumPy takes for float64, is none."""
+    try:
+        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except (TypeError, ValueError):
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +97,10 @@ class HybridConfig:
         if self.rope_theta is not None and "attention" in self.pattern and self.head_dim % 2:
             raise ValueError(f"HybridConfig.rope_theta needs an even head_dim, got {self.head_dim=}")
         for name in ("dtype", "param_dtype"):
-            value = jnp.dtype(getattr(self, name))
-            if not jnp.issubdtype(value, jnp.floating):
-                raise ValueError(f"HybridConfig.{name} must be a floating dtype, got {value}")
-            object.__setattr__(self, name, value)
+            value = getattr(self, name)
+            if not is_floating(value):
+                raise ValueError(f"HybridConfig.{name} must be a floating dtype, got {value!r}")
+            object.__setattr__(self, name, jnp.dtype(value))
 
     @property
     def layers(self) -> tuple[str, ...]:

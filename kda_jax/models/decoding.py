@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,19 +46,21 @@ class Request:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.prompt) == 0:
-            raise ValueError("a prompt must have at least one token; begin an empty one with the model's first token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        for name in FIELDS:
-            value = getattr(self.sampling, name)
-            if np.ndim(value):
-                raise ValueError(f"sampling.{name} must be a number, got {value!r}")
         _check_integers("prompt", self.prompt, 1, np.int32)
         _check_integers("max_new_tokens", self.max_new_tokens, 0, np.int32)
         _check_integers("stop_tokens", self.stop_tokens, 1, np.int32)
         _check_integers("seed", self.seed, 0, np.int64)
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, got {self.sampling!r}")
+        for name in FIELDS:
+            value = getattr(self.sampling, name)
+            if not isinstance(value, numbers.Real):
+                raise ValueError(f"sampling.{name} must be a number, got {value!r}")
         _check_integers("sampling.top_k", self.sampling.top_k, 0, np.int32)
+        if len(self.prompt) == 0:
+            raise ValueError("a prompt must have at least one token; begin an empty one with the model's first token")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
     @property
     def length(self) -> int:
@@ -70,7 +73,7 @@ def _check_integers(name: str, value: Any, ndim: int, dtype: type[np.signedinteg
     array, limits = np.asarray(value), np.iinfo(dtype)
     whole = np.issubdtype(array.dtype, np.integer) or not array.size
     if array.ndim != ndim or not whole or np.any((array < limits.min) | (array > limits.max)):
-        expected = "integers" if ndim else "an integer"
+        expected = "a list of integers" if ndim else "an integer"
         raise ValueError(f"{name} must be {expected} that {dtype.__name__} holds, got {value!r}")
 
 

@@ -4,11 +4,12 @@
         [--temperature=0.8] [--top_k=50] [--top_p=0.95] [--min_p=0.05] [--seed=0] [--stop_token=ID ...]
 
 The text of one prompt appears as it is made; several are decoded as one batch and printed at the end, a paragraph each.
-The checkpoint's `tokenizer.json` is used if there is one, bytes otherwise; its end-of-sequence token ends a text unless
-`--stop_token` says otherwise.
+The checkpoint's `tokenizer.json` or `tiktoken.model` is used if there is one, bytes otherwise; its end-of-sequence
+token ends a text unless `--stop_token` says otherwise.
 """
 
 import argparse
+import numbers
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from kda_jax.models.decoding import NOTHING, Decoder, Decoding, Request, begin, 
 from kda_jax.models.hf_files import read_object
 from kda_jax.models.hybrid import HybridLM
 from kda_jax.models.sampling import GREEDY, Sampling
-from kda_jax.models.tokenizer import decode_stream, load_tokenizer
+from kda_jax.models.tokenizer import TOKENIZERS, ByteTokenizer, decode_stream, load_tokenizer
 
 CHUNK_SIZE = 512  # tokens of a prompt in one call
 BURST = 8  # tokens decoded between two looks at them
@@ -67,8 +68,8 @@ def stream(
       ValueError: at the call, not at the first burst; as `generate`.
     """
     for name, value in {"burst": burst, "chunk_size": chunk_size}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     decoder = Decoder(model)
     for request in requests:
         decoder.check(request)
@@ -131,6 +132,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
     try:
         tokenizer = load_tokenizer(arguments.checkpoint)
+        if isinstance(tokenizer, ByteTokenizer):
+            print(f"no {' or '.join(TOKENIZERS)} in {arguments.checkpoint}: bytes are the tokens", file=sys.stderr)
         stop = end_tokens(arguments.checkpoint) if arguments.stop_token is None else arguments.stop_token
         requests = [
             Request(tokenizer.encode(text), arguments.max_new_tokens, arguments.sampling, stop, arguments.seed)

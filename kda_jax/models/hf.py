@@ -57,7 +57,8 @@ def load(
     Raises:
       FileNotFoundError: without config.json or safetensors files.
       ValueError: for a config.json that is none, or with values that this library does not have, listing them.
-      CheckpointError: listing every tensor that is missing, superfluous, of a wrong shape or dtype, or truncated.
+      CheckpointError: listing every tensor that is missing, superfluous, there twice, of a wrong shape or dtype, or
+        truncated.
     """
     config, files = _open(Path(directory))
     if dtype is not None:
@@ -73,6 +74,8 @@ def load(
 def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_bytes: int = 5 * 10**9) -> None:
     """Writes config.json and the weights in the published layout, from which `load` gives the same model bitwise.
 
+    What an error or an interrupt leaves half written is removed.
+
     Args:
       directory: made if it is not there; must not hold weights already.
       config: of the model.
@@ -80,7 +83,7 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
       shard_bytes: the most bytes of a file, as far as one tensor allows; more than one file come with an index.
 
     Raises:
-      FileExistsError: if the directory has safetensors files.
+      FileExistsError: if the directory has safetensors files or an index of such.
       ImportError: without the package safetensors.
       ValueError: for a model that is not the config's, that the published format cannot hold, or whose experts are no
         MXFP4 numbers.
@@ -95,21 +98,26 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
     if plan != entries(config, nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))):
         raise ValueError("model is not the config's: they differ in the names, shapes or dtypes of the parameters")
     directory.mkdir(parents=True, exist_ok=True)
-    present = sorted(directory.glob("*.safetensors"))
+    present = [*sorted(directory.glob("*.safetensors")), *directory.glob(INDEX)]
     if present:
         raise FileExistsError(f"{directory} holds a checkpoint already: {present[0].name}")
     groups = _groups([tensor for entry in plan for tensor in entry.tensors()], shard_bytes)
     files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else ["model.safetensors"]
     arrays = _encoded(plan, model)
-    for file, group in zip(files, groups, strict=True):
-        save_file(dict(next(arrays) for _ in group), directory / file, metadata={"format": "pt"})
-    if len(files) > 1:
-        weight_map = {tensor.name: file for file, group in zip(files, groups, strict=True) for tensor in group}
-        total = sum(tensor.size for group in groups for tensor in group)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (directory / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+    try:
+        for file, group in zip(files, groups, strict=True):
+            save_file(dict(next(arrays) for _ in group), directory / file, metadata={"format": "pt"})
+        if len(files) > 1:
+            weight_map = {tensor.name: file for file, group in zip(files, groups, strict=True) for tensor in group}
+            total = sum(tensor.size for group in groups for tensor in group)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+    except BaseException:
+        for file in (*files, INDEX):
+            (directory / file).unlink(missing_ok=True)
+        raise
 
 
 def _place(entry: Entry, files: Files, shard: Shard | None) -> jax.Array:

@@ -7,6 +7,7 @@ hold.
 """
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -18,18 +19,28 @@ from kda_jax.layers.mla import MLAConfig
 from kda_jax.layers.mlp import SiTU
 from kda_jax.layers.moe import MoEConfig
 from kda_jax.models import hf_fields
-from kda_jax.models.config import HybridConfig
+from kda_jax.models.config import HybridConfig, is_floating
 from kda_jax.models.hf_fields import LAYER_TYPES
 
 Document = dict[str, Any]
 
 MXFP4 = "mxfp4-pack-quantized"
+DTYPES = ("dtype", "torch_dtype")  # the key's new and old name
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 EXPERT_SIZES = ("num_experts", "num_experts_per_token", "moe_intermediate_size")  # null in a dense model
+SITU = ("activation_situ_beta", "activation_situ_linear_beta")
 NEEDED = (*SIZES, "hidden_act", "linear_attn_config")
+KINDS = (  # of JSON's values, where nothing later would tell
+    ("an integer", (int,), (*SIZES, *EXPERT_SIZES)),
+    ("a number", (int, float), ("routed_scaling_factor", "gate_lower_bound", *SITU)),
+    ("true or false", (bool,), ("moe_renormalize", "mla_use_output_gate", "tie_word_embeddings", "use_full_rank_gate")),
+    ("a list", (list,), ("kda_layers", "full_attn_layers", "mlp_layer_types")),
+    ("an object", (dict,), ("quantization_config",)),
+)
+NULLABLE = (*EXPERT_SIZES, "gate_lower_bound", "quantization_config")  # null means that the model has none
 
 
 def from_json(document: Document, dtype: DTypeLike = jnp.float32) -> HybridConfig:
@@ -116,18 +127,19 @@ def _check_object(name: str, section: Any) -> None:
 
 
 def _check_kinds(document: Any) -> None:
-    """Raises ValueError where a section is no object, a size no integer or the dtype none of JAX's."""
+    """Raises ValueError where a section is no object, a value not of its kind or the dtype none of JAX's."""
     _check_object("config.json", document)
     text = document.get("text_config", document)
     _check_object("text_config", text)
-    _check_object("linear_attn_config", text.get("linear_attn_config", {}))
-    sizes = {key: text[key] for key in SIZES if key in text}
-    sizes |= {key: text[key] for key in EXPERT_SIZES if text.get(key) is not None}
-    for key, value in sizes.items():
-        if type(value) is not int:
-            raise ValueError(f"{key} must be an integer, got {value!r}")
-    for name in {str(part[key]) for part in (text, document) for key in ("dtype", "torch_dtype") if part.get(key)}:
-        if not hasattr(jnp, name) or not jnp.issubdtype(getattr(jnp, name), jnp.floating):
+    linear = text.get("linear_attn_config", {})
+    _check_object("linear_attn_config", linear)
+    for expected, kinds, keys in KINDS:
+        for section, key in itertools.product((document, text, linear), keys):
+            value = section.get(key)
+            if key in section and type(value) not in kinds and not (value is None and key in NULLABLE):
+                raise ValueError(f"{key} must be {expected}, got {value!r}")
+    for name in (part[key] for part in (text, document) for key in DTYPES if part.get(key)):
+        if not is_floating(name):
             raise ValueError(f"dtype must be a floating one, got {name!r}")
 
 
@@ -149,23 +161,24 @@ def _read(document: Document, dtype: DTypeLike) -> HybridConfig:
             missing.append("first_k_dense_replace")
     situ = text.get("hidden_act") == "situ"
     if situ:
-        missing += [key for key in ("activation_situ_beta", "activation_situ_linear_beta") if key not in text]
+        missing += [key for key in SITU if key not in text]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    kinds = dict.fromkeys(linear["kda_layers"], "kda") | dict.fromkeys(linear["full_attn_layers"], "mla")
-    if sorted(kinds) != list(range(1, text["num_hidden_layers"] + 1)):
+    layers = linear["kda_layers"] + linear["full_attn_layers"]
+    count = text["num_hidden_layers"]
+    if len(layers) != count or not all(layer in layers for layer in range(1, count + 1)):
         raise ValueError(
             "linear_attn_config.kda_layers and full_attn_layers must name each of the layers 1 to "
-            f"{text['num_hidden_layers']}, got {linear['kda_layers']} and {linear['full_attn_layers']}"
+            f"{count}, got {linear['kda_layers']} and {linear['full_attn_layers']}"
         )
-    names = [part[key] for part in (text, document) for key in ("dtype", "torch_dtype") if part.get(key)]
+    names = [part[key] for part in (text, document) for key in DTYPES if part.get(key)]
     dtype = jnp.dtype(names[0] if names else dtype)
     return HybridConfig(
         vocab_size=text["vocab_size"],
         width=text["hidden_size"],
         num_heads=linear["num_heads"],
         head_dim=linear["head_dim"],
-        pattern=tuple(kinds[layer] for layer in sorted(kinds)),
+        pattern=tuple("kda" if layer in linear["kda_layers"] else "mla" for layer in range(1, count + 1)),
         mlp_width=text["intermediate_size"],
         mixer=MixerConfig(
             lower_bound=linear.get("gate_lower_bound"),
@@ -183,7 +196,7 @@ def _read(document: Document, dtype: DTypeLike) -> HybridConfig:
         ),
         moe=_read_moe(document) if sparse else None,
         dense_layers=_dense_layers(text) if sparse else 0,
-        situ=SiTU(text["activation_situ_beta"], text["activation_situ_linear_beta"]) if situ else None,
+        situ=SiTU(*(text[key] for key in SITU)) if situ else None,
         residual_block=text.get("attn_res_block_size") or None,
         tie_embeddings=text.get("tie_word_embeddings", False),
         dtype=dtype,
@@ -228,13 +241,14 @@ def _write(config: HybridConfig) -> Document:
     hf_fields.text(config).set(text)
     hf_fields.linear(config).set(linear)
     for part in (document, text):
-        hf_fields.Fields(implied={"dtype": dtype, "torch_dtype": dtype}).set(part)
+        part.update({key: dtype for key in DTYPES if part.get(key) is not None})
     if text is not document:
         hf_fields.Fields(implied={"model_type": "kimi_k3"}).set(document)
+    quantized = [part for part in (document, text) if part.get("quantization_config") is not None]
     if config.moe is None or config.moe.storage is None:
-        document.pop("quantization_config", None)
-        text.pop("quantization_config", None)
-    elif "quantization_config" not in document and "quantization_config" not in text:
+        for part in quantized:
+            part.pop("quantization_config", None)
+    elif not quantized:
         document["quantization_config"] = {"quant_method": "compressed-tensors", "format": MXFP4, "group_size": 32}
     return document
 

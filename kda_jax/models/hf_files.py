@@ -21,6 +21,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(jnp.bfloat16),
     "U8": np.dtype(np.uint8),
 }
+FLOATING = f"one of {', '.join(name for name in DTYPES if name != 'U8')}"
 
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what reading JSON of another form gives
 
@@ -59,7 +60,7 @@ class Stored:
         """What keeps it from being `wanted` in one of `shapes`: another shape or dtype, or bytes that are not there."""
         floating = wanted.dtype != np.uint8
         if self.dtype not in DTYPES or (self.dtype != "U8") != floating:
-            return f"dtype {self.dtype}, expected {'a floating one' if floating else 'U8'}"
+            return f"dtype {self.dtype}, expected {FLOATING if floating else 'U8'}"
         if self.shape not in shapes:
             return f"shape {list(self.shape)}, expected {' or '.join(str(list(shape)) for shape in shapes)}"
         needed = math.prod(self.shape) * DTYPES[self.dtype].itemsize
@@ -97,16 +98,21 @@ class Files:
         flaws = []
         for file in files:
             try:
-                tensors |= _header(file)
+                found = _header(file)
             except (OSError, struct.error, *MALFORMED) as error:
                 flaws.append(f"unreadable: {file.name}: {error}")
+                continue
+            twice = [name for name in found if name in tensors]
+            flaws += [f"twice: {name}, in {tensors[name].file.name} and {file.name}" for name in twice]
+            tensors |= found
         return cls(tensors, flaws)
 
     def locate(self, entries: list[Entry]) -> list[Entry]:
         """The entries under the names that the files have, once every tensor has been found sound.
 
         Raises:
-          CheckpointError: listing all that is missing, superfluous, of a wrong shape or dtype, or truncated.
+          CheckpointError: listing all that is missing, superfluous, there twice, of a wrong shape or dtype, or
+            truncated.
         """
         entries = [self._present(entry) for entry in entries]
         flaws = list(self.flaws)
@@ -149,6 +155,8 @@ def _header(file: Path) -> dict[str, Stored]:
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     start = 8 + length
+    if not all(isinstance(entry["dtype"], str) for entry in header.values()):
+        raise ValueError("a dtype is no string")
     if any(entry["data_offsets"][0] < 0 for entry in header.values()):
         raise ValueError("a tensor would begin before the data")
     return {

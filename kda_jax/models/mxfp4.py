@@ -10,6 +10,13 @@ BIAS = 127  # of the scale's exponent
 LARGEST_SCALE = 252  # the last with which 4 and 6 are finite in float32 and bfloat16
 NOT_A_NUMBER = 255  # the scale of a block of NaN
 
+# Tables, since a large model has 10^12 of these: the two float32 of a byte in one word, the factor of a scale, and the
+# code of a number of halves.
+PAIRS = CODES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)].view(np.uint64)[:, 0]
+SCALES = np.append(np.ldexp(np.float32(1), np.arange(NOT_A_NUMBER) - BIAS), np.float32(np.nan))
+HALVES = np.zeros(16, np.uint8)
+HALVES[(2 * LEVELS).astype(int)] = np.arange(len(LEVELS))
+
 
 def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The weights [..., columns] as bfloat16, which holds each of them exactly: code * 2^(scale - 127), NaN for 255.
@@ -25,9 +32,8 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
         raise ValueError(f"packed {packed.shape} needs one scale for 16 bytes, got {scale.shape}")
     if (beyond := scale[(scale > LARGEST_SCALE) & (scale != NOT_A_NUMBER)]).size:
         raise ValueError(f"scale must be at most {LARGEST_SCALE}, or {NOT_A_NUMBER} for NaN, got {beyond[0]}")
-    values = CODES[np.stack([packed & 15, packed >> 4], axis=-1)]
-    blocks = np.where((scale == NOT_A_NUMBER)[..., None], np.float32(np.nan), values.reshape(*scale.shape, BLOCK))
-    weights = np.ldexp(blocks, scale.astype(np.int32)[..., None] - BIAS)
+    values = np.take(PAIRS, packed).view(np.float32).reshape(*scale.shape, BLOCK)
+    weights = values * SCALES[scale][..., None]  # exact: two bits times a power of two
     return weights.reshape(*packed.shape[:-1], 2 * packed.shape[-1]).astype(jnp.bfloat16)
 
 
@@ -50,10 +56,10 @@ def pack(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.max(np.abs(blocks), axis=-1)
     # 4 <= largest / 2^exponent < 8: if any scale represents the block, this one does.
     exponent = np.maximum(np.frexp(largest)[1] - 3, -BIAS)
-    scaled = np.ldexp(blocks, -exponent[..., None])
-    code = np.searchsorted(LEVELS, np.abs(scaled)).clip(max=len(LEVELS) - 1)
-    if not np.array_equal(LEVELS[code], np.abs(scaled)):
+    size = np.abs(blocks) * np.ldexp(np.float32(1), -exponent)[..., None]
+    code = HALVES[np.where(size < 8, 2 * size, 0).astype(np.uint8)]
+    if not np.array_equal(LEVELS[code], size):
         raise ValueError("these weights are no MXFP4 numbers")
-    code = np.where(np.signbit(blocks), code + 8, code).astype(np.uint8).reshape(weights.shape)
+    code = np.where(np.signbit(blocks), code + np.uint8(8), code).reshape(weights.shape)
     scale = np.where(nothing, NOT_A_NUMBER, exponent + BIAS).astype(np.uint8)
     return code[..., ::2] | code[..., 1::2] << 4, scale

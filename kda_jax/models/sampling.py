@@ -77,10 +77,11 @@ def sample(keys: Array, logits: Float[Array, "B vocab"], sampling: Sampling) -> 
 
 def _draw(keys: Array, logits: Float[Array, "B vocab"], sampling: Sampling) -> Int[Array, " B"]:
     """The Gumbel-max trick on the tokens kept."""
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)  # so that no temperature overflows what is most likely
+    scaled = below / jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
     cuts = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
     least = jax.lax.cond(cuts, lambda: _cutoff(scaled, sampling), lambda: jnp.full_like(scaled[:, 0], -jnp.inf))
-    least = jnp.maximum(least, jnp.max(scaled, axis=-1) + jnp.log(sampling.min_p))
+    least = jnp.maximum(least, jnp.log(sampling.min_p))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:], scaled.dtype))(keys)
     kept = scaled >= least[:, None]
     return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
