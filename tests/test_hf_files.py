@@ -143,7 +143,8 @@ def test_orbax_both_ways(name, tmp_path):
 
 def test_orbax_holds_any_config(tmp_path):
     """Mixers that have no published layout, sharded."""
-    config = dataclasses.replace(LINEAR, pattern=("gdn", "attention"), implementation=("scan",), moe=None)
+    mixer = dataclasses.replace(LINEAR.mixer, lower_bound=np.float32(-2.5))
+    config = dataclasses.replace(LINEAR, pattern=("gdn", "attention"), implementation=("scan",), moe=None, mixer=mixer)
     model = layer_cases.randomize(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))), np.random.default_rng(0))
     orbax.save(tmp_path / "there", config, model)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -151,6 +152,8 @@ def test_orbax_holds_any_config(tmp_path):
     assert again == config
     assert_same(other, model)
     assert len(other.lm_head.kernel[...].addressable_shards) == 2
+    with pytest.raises(ValueError, match="must be what kda_jax.models.orbax.save wrote"):
+        orbax.load(tmp_path)
 
 
 def test_errors(tmp_path, monkeypatch):

@@ -63,6 +63,8 @@ class MixerConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"MixerConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         check_lower_bound("MixerConfig.lower_bound", self.lower_bound)
+        if self.lower_bound is not None:
+            object.__setattr__(self, "lower_bound", float(self.lower_bound))  # which JSON can hold
         check_chunking(self.chunk_size, None)
         if self.write == "dt" and (self.decay != "head" or self.lower_bound is not None or self.negative_eigenvalues):
             raise ValueError(

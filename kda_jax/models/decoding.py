@@ -33,7 +33,7 @@ class Request:
       max_new_tokens: the most tokens to generate.
       sampling: with a number in each field.
       stop_tokens: generation ends after any of these.
-      seed: of the row's random numbers.
+      seed: of the row's random numbers, at most 32 bits: JAX's keys hold no more.
 
     Raises:
       ValueError: for an empty prompt, no token to generate, or what no row of a batch could hold.
@@ -49,7 +49,7 @@ class Request:
         _check_integers("prompt", self.prompt, 1, np.int32)
         _check_integers("max_new_tokens", self.max_new_tokens, 0, np.int32)
         _check_integers("stop_tokens", self.stop_tokens, 1, np.int32)
-        _check_integers("seed", self.seed, 0, np.int64)
+        _check_integers("seed", self.seed, 0, np.uint32)
         if not isinstance(self.sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, got {self.sampling!r}")
         for name in FIELDS:
@@ -68,7 +68,7 @@ class Request:
         return len(self.prompt) + self.max_new_tokens - 1
 
 
-def _check_integers(name: str, value: Any, ndim: int, dtype: type[np.signedinteger]) -> None:
+def _check_integers(name: str, value: Any, ndim: int, dtype: type[np.integer]) -> None:
     """Raises unless value is of `ndim` axes and `dtype` holds its integers."""
     array, limits = np.asarray(value), np.iinfo(dtype)
     whole = np.issubdtype(array.dtype, np.integer) or not array.size

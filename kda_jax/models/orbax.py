@@ -42,9 +42,15 @@ def load(directory: str | Path, *, shard: Shard | None = None) -> tuple[HybridCo
     Args:
       directory: of a `save`.
       shard: where each parameter belongs; by default on the first device.
+
+    Raises:
+      FileNotFoundError: if there is no such directory.
+      ValueError: if it is none of a `save`.
     """
     directory = Path(directory).absolute()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        if directory.is_dir() and not (directory / "config").is_dir():
+            raise ValueError(f"{directory} must be what kda_jax.models.orbax.save wrote, but has no directory 'config'")
         stored = checkpointer.restore(directory, ocp.args.Composite(config=ocp.args.JsonRestore()))
         config = _from_dict(stored["config"])
         graphdef, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
