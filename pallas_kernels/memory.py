@@ -118,7 +118,8 @@ def clear_rows(ref: Any, cleared: jax.Array, channels: int, *, interpret: bool) 
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(channels, ref.dtype)), LAYOUT))
     def piece(_, ref, cleared):
-        row, first = arith.shrui(rg.lane(), rg.i32(2)), arith.shli(arith.andi(rg.lane(), rg.i32(3)), rg.i32(3))
+        lane = arith.addi(rg.lane(), rg.opaque_zero_register())  # addresses are not kept for the next chunk
+        row, first = arith.shrui(lane, rg.i32(2)), arith.shli(arith.andi(lane, rg.i32(3)), rg.i32(3))
         zeros = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), [rg.i32(0)] * 4)
         zeros = vector.bitcast(ir.VectorType.get((8,), ref.type.element_type), zeros)
         for h, half in enumerate(rg.elements(cleared)[0]):  # a row's four lanes clear it whole, whatever the swizzle
