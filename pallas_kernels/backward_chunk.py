@@ -152,13 +152,10 @@ def make_backward_chunk(problem: Problem, *, scale: float, interpret: Any = None
         else:
             e = at_tokens(raw.activation.decay(log_decay(), jnp.exp(A_log[h]), **kw), 1.0)
             plgpu.commit_smem()  # X takes the place of g
-            plgpu.barrier_wait(for_keys)
+            await_tokens(for_keys, qs, ks)
             for i, x in enumerate((qs, ks)):
                 norm = memory.gather_rows(norms.at[head, i, rows], iota(0, CHANNELS), **kw)
-                y = _wide(x) * norm
-                for ref in marked:  # not cleared as `do` is: registers spilled at 256 channels
-                    y = Marks.load(ref.at[b, rows]).keep(y)
-                x[...] = y.astype(dtype)
+                x[...] = (_wide(x) * norm).astype(dtype)
 
         # 1. gradients of the scores, symmetric, and of beta
         await_tokens(for_scores, dos)

@@ -84,8 +84,7 @@ class Marks(NamedTuple):
         """Zeros for the padding of 16-bit refs [64, n] in shared memory, `tile`s of so many channels; all warps and
         products see them behind a `commit_smem`.
         """
-        for ref in refs:
-            memory.clear_rows(ref, self.over(8) == 0, channels, interpret=interpret)
+        memory.clear_rows(refs, self.over(8) == 0, channels, interpret=interpret)
 
     def keep(self, x: jax.Array) -> jax.Array:
         """x [64, n], 0 at padding."""

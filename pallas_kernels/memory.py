@@ -3,7 +3,7 @@
 As in `fragments`, every piece has a twin for the interpreter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -107,29 +107,35 @@ def store_alternating(ref: Any, x: jax.Array, which: int, *, interpret: bool) ->
     piece(ref, x)
 
 
-def clear_rows(ref: Any, cleared: jax.Array, channels: int, *, interpret: bool) -> None:
-    """Zeros in the rows of ref [64, n] where `cleared` [64, 8], bool, is set in all columns, and nothing anywhere else.
-    ref: a `tile` of 16-bit numbers and of so many channels.
+def clear_rows(refs: Sequence[Any], cleared: jax.Array, channels: int, *, interpret: bool) -> None:
+    """Zeros in the rows of refs [64, n] where `cleared` [64, 8], bool, is set in all columns, and nothing anywhere
+    else. refs: `tile`s of 16-bit numbers and of so many channels.
     """
     if interpret:
-        x = ref[...]
-        ref[...] = jnp.where(cleared[:, :1], jnp.zeros_like(x), x)
+        for ref in refs:
+            x = ref[...]
+            ref[...] = jnp.where(cleared[:, :1], jnp.zeros_like(x), x)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(channels, ref.dtype)), LAYOUT))
-    def piece(_, ref, cleared):
-        row, first = arith.shrui(rg.lane(), rg.i32(2)), arith.shli(arith.andi(rg.lane(), rg.i32(3)), rg.i32(3))
+    tiled = plgpu.RefType(_transforms(channels, refs[0].dtype))
+
+    @plgpu.inline_mgpu(arg_types=(*[tiled] * len(refs), LAYOUT))
+    def piece(_, *arguments):
+        *refs, cleared = arguments
+        lane = arith.addi(rg.lane(), rg.opaque_zero_register())  # addresses are not kept for the next chunk
+        row, first = arith.shrui(lane, rg.i32(2)), arith.shli(arith.andi(lane, rg.i32(3)), rg.i32(3))
         zeros = vector.from_elements(ir.VectorType.get((4,), rg.i32_type()), [rg.i32(0)] * 4)
-        zeros = vector.bitcast(ir.VectorType.get((8,), ref.type.element_type), zeros)
+        zeros = vector.bitcast(ir.VectorType.get((8,), refs[0].type.element_type), zeros)
         for h, half in enumerate(rg.elements(cleared)[0]):  # a row's four lanes clear it whole, whatever the swizzle
             group = arith.addi(arith.shli(rg.warp(), rg.i32(1)), rg.i32(h))
             with utils.when(half[0]):
-                for c in range(ref.type.shape[1]):
-                    for start in range(0, channels, 32):
-                        at = rg.index(group), rg.index(c), rg.index(row), rg.index(arith.addi(first, rg.i32(start)))
-                        vector.store(zeros, ref, list(at))
+                for ref in refs:
+                    for c in range(ref.type.shape[1]):
+                        for start in range(0, channels, 32):
+                            at = group, c, row, arith.addi(first, rg.i32(start))
+                            vector.store(zeros, ref, [rg.index(x) for x in at])
 
-    piece(ref, cleared)
+    piece(*refs, cleared)
 
 
 def gather_rows(ref: Any, index: jax.Array, *, interpret: bool) -> jax.Array:

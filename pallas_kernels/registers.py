@@ -108,6 +108,12 @@ def mma(c: list[Register], a: list[Register], b: list[Register], dtype: ir.Type)
     return [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(4)]
 
 
+def opaque_zero_register() -> Register:
+    """`opaque_zero` for the inside of a piece."""
+    ptx = "mov.u32 $0, %nctaid.x; shr.u32 $0, $0, 31;"  # a constant ptxas would know
+    return llvm.inline_asm(i32_type(), [], ptx, "=r", has_side_effects=True)
+
+
 def opaque_zero(*, interpret: bool) -> jax.Array:
     """0, but no compiler knows: added to an index, it keeps addresses from being computed early and kept."""
     if interpret:
@@ -115,9 +121,7 @@ def opaque_zero(*, interpret: bool) -> jax.Array:
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=plgpu.Layout.WG_SPLAT))
     def piece(_):
-        ptx = "mov.u32 $0, %nctaid.x; shr.u32 $0, $0, 31;"  # a constant ptxas would know
-        zero = llvm.inline_asm(i32_type(), [], ptx, "=r", has_side_effects=True)
-        return fa.FragmentedArray.splat(zero, (), is_signed=True)
+        return fa.FragmentedArray.splat(opaque_zero_register(), (), is_signed=True)
 
     return piece()
 

@@ -46,10 +46,11 @@ def kda_mosaic(
 
     The backward pass keeps the inputs alone, under the names of `RESIDUALS`: 4 K H / HV + 2 V + 4 K bytes a token and
     value head and those of beta (K = V = 128, as many key heads, beta in float32: 1284). Where
-    `backward.unsupported_reason` gives a reason, it is that of the chunk form in XLA. A state is reset by a decay of
-    exactly 0, to which no `g_min` applies; with `cu_seqlens` the tokens are copied to where each sequence begins a
-    chunk. Other numbers of channels than the kernels' are filled up with zeros. q, k and v of float32 are rounded to
-    bfloat16, whose accuracy the results then have; so have the gradients of float16 inputs (`backward`).
+    `backward.unsupported_reason` gives a reason, it is that of the chunk form in XLA. With `segment_ids` the kernels
+    also read, and the backward pass keeps, a mark a token (`Packing.marks`), by which they leave out padding and reset
+    the state, whatever `g_min` is; with `cu_seqlens` the tokens are copied to where each sequence begins a chunk. Other
+    numbers of channels than the kernels' are filled up with zeros. q, k and v of float32 are rounded to bfloat16, whose
+    accuracy the results then have; so have the gradients of float16 inputs (`backward`).
 
     Args:
       states_every: also return the state after every so many tokens, a multiple of 64, but with `cu_seqlens`; gradients

@@ -15,7 +15,6 @@ from reference import kda_raw as raw_oracle
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
-from kda_jax.ops.packing import select_valid
 from kda_jax.ops.prepare import plan
 from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
@@ -43,7 +42,7 @@ def inputs(rng, T, K, V, states):
 
 
 def kernels(arrays, cotangents=None, **packing):
-    """Through the plan and the zeroed padding, as `kda` calls them; with `cotangents` the gradients follow."""
+    """Through the plan, as `kda` calls them; with `cotangents` the gradients follow."""
     *tokens, state = [jnp.asarray(x, jnp.bfloat16 if i < 3 else jnp.float32) for i, x in enumerate(arrays)]
     packing = plan(packing.get("segment_ids"), packing.get("cu_seqlens"), tokens[2].shape[1])
     options = {"scale": tokens[0].shape[-1] ** -0.5, "packing": packing}
@@ -56,7 +55,7 @@ def kernels(arrays, cotangents=None, **packing):
         results, pull = jax.vjp(run, *inputs)
         return *results, pull((jnp.asarray(cotangents[0], jnp.bfloat16), jnp.asarray(cotangents[1], jnp.float32)))
 
-    return jax.jit(run if cotangents is None else differentiated)(*select_valid(packing, *tokens), state)
+    return jax.jit(run if cotangents is None else differentiated)(*tokens, state)
 
 
 def test_segments_of_a_row(rng):
@@ -125,9 +124,7 @@ def test_raw_projections(rng, monkeypatch, kind, lower_bound):
     def run(*inputs):
         *tokens, A_log, dt_bias, state = inputs
         options = {"scale": 0.1, "packing": packing, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-        tokens, decay = select_valid(packing, *tokens), Decay(A_log, dt_bias, lower_bound)
-        o, state = kda_raw_mosaic(*tokens, decay, initial_state=state, **options)
-        return *select_valid(packing, o), state
+        return kda_raw_mosaic(*tokens, Decay(A_log, dt_bias, lower_bound), initial_state=state, **options)
 
     def differentiated(*inputs):
         results, pull = jax.vjp(run, *inputs)

@@ -1,14 +1,17 @@
 """Padding of rows with segments, through the public functions: whatever it holds reaches no other token, and no pass
-over memory is spent on it; the kernels, interpreted.
+over memory is spent on it; the kernels, interpreted or lowered.
 """
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from lowering import lower
 
 import kda_jax
 from kda_jax import Decay
@@ -53,9 +56,23 @@ def operator(raw, g_min):
     return run
 
 
+def differentiated(raw, g_min):
+    def step(inputs, cotangents):
+        results, pull = jax.vjp(operator(raw, g_min), *inputs)
+        return *results, *pull(cotangents)
+
+    return step
+
+
 @pytest.fixture
-def interpreted(monkeypatch):
-    """The kernels by their name on any device: set(route) has them interpreted."""
+def by_name(monkeypatch):
+    """The kernels by their name on any device."""
+    monkeypatch.setattr(support, "_unsupported_device", lambda: None)
+
+
+@pytest.fixture
+def interpreted(monkeypatch, by_name):
+    """set(route) has them interpreted."""
 
     def set(route):
         options = {
@@ -65,7 +82,6 @@ def interpreted(monkeypatch):
         for name in ("kda_mosaic", "kda_raw_mosaic"):
             monkeypatch.setattr(vjp, name, functools.partial(getattr(vjp, name), **options))
 
-    monkeypatch.setattr(support, "_unsupported_device", lambda: None)
     return set
 
 
@@ -93,9 +109,24 @@ def test_outputs(rng, interpreted, route, raw, g_min):
 
 @pytest.mark.parametrize(("raw", "g_min"), [(False, -5.0), (True, None), (True, -5.0)])
 def test_gradients(rng, interpreted, raw, g_min):
-    def step(inputs, cotangents):
-        results, pull = jax.vjp(operator(raw, g_min), *inputs)
-        return *results, *pull(cotangents)
-
     interpreted("apart")
-    check_clean(rng, jax.jit(step), raw)
+    check_clean(rng, jax.jit(differentiated(raw, g_min)), raw)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_nothing_but_marks_is_selected_outside_the_kernels(rng, by_name, raw):
+    program = lower(differentiated(raw, -5.0), draw(rng, raw))
+    assert program.count("custom_call @mosaic_gpu") == 5
+    shapes = re.findall(r"stablehlo\.select .*tensor<([\dx]+)x\w+>$", program, re.MULTILINE)
+    assert max(math.prod(map(int, shape.split("x"))) for shape in shapes) == T
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_backward_pass_keeps_the_arrays_of_the_caller_and_the_marks(rng, by_name, raw):
+    inputs, _ = draw(rng, raw)
+    program = jax.make_jaxpr(lambda *x: jax.tree.leaves(jax.vjp(operator(raw, -5.0), *x)[1]))(*inputs).jaxpr
+    named = {e.outvars[0]: e.invars[0] for e in program.eqns if e.primitive.name == "name"}
+    kept = {named.get(x, x) for x in program.outvars}
+    assert kept >= set(program.invars)
+    (marks,) = kept - set(program.invars)
+    assert marks.aval.shape == (1, T)

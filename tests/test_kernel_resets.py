@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import FORWARD, assert_close, gradient
 
 from kda_jax import Decay
-from kda_jax.ops.packing import plan_segments, select_valid
+from kda_jax.ops.packing import plan_segments
 from pallas_kernels.config import Config
 from pallas_kernels.vjp import kda_mosaic, kda_raw_mosaic
 
@@ -55,18 +55,14 @@ def draw(rng, raw):
 
 
 def kernels(raw, ids, route="apart"):
-    packing = plan_segments(jnp.asarray(ids))
-    options = {"scale": K**-0.5, "packing": packing, "config": Config(route=route)}
+    options = {"scale": K**-0.5, "packing": plan_segments(jnp.asarray(ids)), "config": Config(route=route)}
     options["interpret"] = plgpu.InterpretGPUParams(detect_races=route != "overlapped")
 
     def run(*inputs):
         *inputs, state = inputs
-        tokens = select_valid(packing, *inputs[:5])
         if raw:
-            o, state = kda_raw_mosaic(*tokens, Decay(*inputs[5:], -5.0), initial_state=state, **options)
-        else:
-            o, state = kda_mosaic(*tokens, g_min=-5.0, initial_state=state, **options)
-        return *select_valid(packing, o), state
+            return kda_raw_mosaic(*inputs[:5], Decay(*inputs[5:], -5.0), initial_state=state, **options)
+        return kda_mosaic(*inputs, g_min=-5.0, initial_state=state, **options)
 
     return run
 

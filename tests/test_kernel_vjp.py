@@ -16,7 +16,7 @@ from tolerances import assert_close
 
 from kda_jax import Decay
 from kda_jax.ops.chunk import kda_chunk
-from kda_jax.ops.packing import Packing, plan_cu_seqlens, plan_segments, select_valid
+from kda_jax.ops.packing import Packing, plan_cu_seqlens, plan_segments
 from pallas_kernels import mapping, vjp
 from pallas_kernels.backward import unsupported_reason
 from pallas_kernels.inputs import CHUNK
@@ -142,7 +142,7 @@ def test_gradients_of_packed_sequences(rng):
     packing = plan_cu_seqlens(jnp.asarray(cu), T)
     run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing)
     _, pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays)
-    got = pull((do * packing.valid[..., None, None], dstate))
+    got = pull((do, dstate))
     for n, (start, end) in enumerate(itertools.pairwise(cu)):
         own = [x[:, start:end] for x in arrays[:5]]
         _, want = oracle(*own, arrays[5][n : n + 1], scale=SCALE, do=do[:, start:end], dfinal_state=dstate[n : n + 1])
@@ -155,17 +155,16 @@ def test_gradients_of_packed_sequences(rng):
 
 @pytest.mark.parametrize("reason", [None, "no backward kernels"])
 def test_segments_with_bounded_decay(rng, monkeypatch, reason):
-    """The decay that resets a state is beyond every bound."""
+    """A reset is beyond every bound."""
     monkeypatch.setattr(vjp, "unsupported_reason", lambda scale: reason)
     ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
     packing = plan_segments(jnp.asarray(ids))
     *arrays, state = (x[:1] for x in inputs(rng))
-    arrays = [*select_valid(packing, *arrays), state]
     arrays[3] = jnp.maximum(arrays[3], -5.0)
     do, dstate = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, T, HV, V), (1, HV, K, V)))
     run = functools.partial(vjp.kda_mosaic, scale=SCALE, packing=packing, g_min=-5.0)
-    (o, final_state), pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays)
-    got = pull((do * packing.valid[..., None, None], dstate))
+    (o, final_state), pull = jax.jit(lambda *x: jax.vjp(lambda *x: run(*x[:5], initial_state=x[5]), *x))(*arrays, state)
+    got = pull((do, dstate))
     for segment, gradient in ((3, jnp.zeros_like(dstate)), (5, jnp.zeros_like(dstate)), (2, dstate)):
         own = ids[0] == segment
         before = state if segment == 3 else jnp.zeros_like(state)
@@ -185,7 +184,7 @@ def test_packed_raw_projections_without_backward_kernels_are_activated_first(rng
     ids = np.repeat([3, 0, 5, 2], [20, 7, 30, 13])[None]
     packing = plan_segments(jnp.asarray(ids))
     A_log, dt_bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((HV,), (HV, K)))
-    raw = select_valid(packing, 3 * q, 2 * k, v, g, beta)
+    raw = 3 * q, 2 * k, v, g, beta
     run = jax.jit(lambda *x: vjp.kda_raw_mosaic(*x, Decay(A_log, dt_bias, -1.0), scale=SCALE, packing=packing))
     o, final_state = run(*raw)
     for segment in (3, 5, 2):

@@ -46,11 +46,10 @@ def select_valid(packing: Packing | None, *arrays: Array) -> tuple[Array, ...]:
 def plan_segments(segment_ids: SegmentIds) -> Packing:
     """The plan of `segment_ids`: a sequence begins where the id differs from the last id that was not padding."""
     valid = segment_ids != 0
-    position = jnp.where(valid, jnp.arange(segment_ids.shape[1])[None], -1)
-    last = jax.lax.cummax(position, axis=1)
-    previous = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    previous_id = jnp.take_along_axis(segment_ids, jnp.maximum(previous, 0), axis=1)
-    return Packing(valid, valid & (previous >= 0) & (segment_ids != previous_id))
+    last = jax.lax.cummax(jnp.where(valid, jnp.arange(segment_ids.shape[1])[None], 0), axis=1)
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))
+    previous = jnp.take_along_axis(segment_ids, before, axis=1)  # where there is none, of token 0: padding or itself
+    return Packing(valid, valid & (previous != 0) & (segment_ids != previous))
 
 
 def plan_cu_seqlens(cu_seqlens: CuSeqlens, num_tokens: int) -> Packing:
