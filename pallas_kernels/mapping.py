@@ -78,13 +78,18 @@ def over_batch_and_heads(
 
 
 def _partitioned(local: Run, arrays: str, results: str, value_heads_a_head: int) -> Run:
-    def partition(mesh: Any, arguments: Any, outputs: Any) -> Any:
-        def shardings(xs: Any, axes: str) -> tuple[NamedSharding, ...]:
-            """Those given for the batch and the heads; of any other axis, whatever was given, a device gets all."""
-            specs = (zip(a.split(), x.sharding.spec, strict=False) for a, x in zip(axes.split(", "), xs, strict=True))
-            return tuple(NamedSharding(mesh, PartitionSpec(*(s if a in "bhj" else None for a, s in x))) for x in specs)
+    def partition(mesh: Any, arguments: Any, _: Any) -> Any:
+        # One for all arrays: where they were given an axis of devices for different axes, each keeps its own.
+        first = zip(arrays.split(", ")[0].split(), arguments[0].sharding.spec, strict=False)
+        given = {axis: spec for axis, spec in first if axis in "bh"}
+        given["j"] = given.get("h")
 
-        return mesh, local, shardings(outputs, results), shardings(arguments, arrays)
+        def shardings(axes: str) -> tuple[NamedSharding, ...]:
+            """The first array's for batch and heads; of any other axis, whatever was given, a device gets all."""
+            specs = (PartitionSpec(*map(given.get, a.split())) for a in axes.split(", "))
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, local, shardings(results), shardings(arrays)
 
     @custom_partitioning
     def partitioned(*inputs: jax.Array) -> tuple[jax.Array, ...]:
