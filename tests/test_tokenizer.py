@@ -31,7 +31,7 @@ def ranks(tmp_path):
     """A directory with a tiktoken.model, and a name for the second token after its own."""
     tokens = [bytes([i]) for i in range(256)] + [token.encode("latin-1") for token in MERGED]
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    (tmp_path / "tiktoken.model").write_text("".join(lines))
+    (tmp_path / "tiktoken.model").write_text("".join([*lines, "\n"]))
     named = {str(len(tokens) + 1): {"content": "[EOS]", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
     return tmp_path

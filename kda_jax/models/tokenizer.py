@@ -67,7 +67,8 @@ class TiktokenTokenizer:
         tiktoken = _package("tiktoken", path)
         try:  # not by tiktoken's own reader, which keeps copies of files by their path
             ranks = {
-                base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())
+                base64.b64decode(token): int(rank)
+                for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)
             }
         except ValueError as error:
             raise ValueError(f"{path} holds no ranks: {error}") from error

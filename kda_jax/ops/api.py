@@ -116,7 +116,8 @@ def kda(
         float16 have the accuracy of bfloat16 too.
 
     Returns:
-      o: [B, T, HV, V] in v's dtype, zero for tokens of no sequence (which have zero gradients too).
+      o: [B, T, HV, V] in v's dtype, zero for tokens of no sequence (which have zero gradients too) while states are
+        finite.
       final_state: [N, HV, K, V], float32 (float64 where an input is float64).
 
     Raises:
