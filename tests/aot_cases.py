@@ -22,7 +22,7 @@ from pallas_kernels.prepare import make_prepare
 from pallas_kernels.scan import make_scan
 
 Case = tuple[str, Any, list[tuple[tuple[int, ...], Any]]]
-SEGMENTS = ((128, 128), (192, 128), (256, 256))  # channels of the kernels that are compiled with segments too
+SEGMENTS = ((128, 128), (256, 256))  # channels of the kernels that are compiled with segments too
 
 
 def cases() -> Iterator[Case]:
