@@ -94,7 +94,7 @@ def backward(
 
     if HV > H:
         dq, dk = (x.reshape(*x.shape[:2], H, HV // H, K).sum(3, dtype=jnp.float32) for x in (dq, dk))
-    grads = [dx[:, :T].astype(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs, strict=False)]
+    grads = [dx[:, :T].astype(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), inputs[:5], strict=True)]
     if initial_state is not None:
         grads.append(dinitial.astype(initial_state.dtype))
     if raw:

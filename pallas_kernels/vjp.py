@@ -24,6 +24,7 @@ MARKS = "kda_marks"
 # For policies of `jax.checkpoint`. Where `RESULT_NAMES` are saved, no kernel of the forward pass runs again; with these
 # too, nothing before them.
 RESIDUALS = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_beta", "kda_initial_state", MARKS)
+INTEGERS = ("n i", "b t")  # the axes of spans and of marks, which have no gradients
 
 
 def kda_mosaic(
@@ -100,9 +101,6 @@ def kda_raw_mosaic(
         options: dict[str, Any] = {"g_min": decay.lower_bound, "config": config, "interpret": interpret}
         return kda_mosaic(*activated, scale=scale, initial_state=initial_state, packing=packing, **options)
     return _run_packed(static, packing, inputs, initial_state, *parameters)
-
-
-INTEGERS = ("n i", "b t")  # the axes of spans and of marks, which have no gradients
 
 
 class _Static(NamedTuple):

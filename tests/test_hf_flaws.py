@@ -2,6 +2,7 @@
 
 import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,3 +83,18 @@ def test_an_index_of_another_form_is_named(tmp_path, index):
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=f"{INDEX} names no files: "):
         Files.of(tmp_path)
+
+
+def test_a_config_half_written_is_removed(tmp_path, monkeypatch):
+    """The directory's old one stays."""
+    (tmp_path / "config.json").write_text("{}")
+    whole = Path.write_text
+
+    def half(path, text):
+        whole(path, text[: len(text) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space left"):
+        hf.save(tmp_path, LINEAR, build("kimi_linear"))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "{}")]

@@ -104,7 +104,7 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
     groups = _groups([tensor for entry in plan for tensor in entry.tensors()], shard_bytes)
     files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     files = files if len(files) > 1 else ["model.safetensors"]
-    arrays = _encoded(plan, model)
+    arrays, unfinished = _encoded(plan, model), f"{CONFIG}.unfinished"
     try:
         for file, group in zip(files, groups, strict=True):
             save_file(dict(next(arrays) for _ in group), directory / file, metadata={"format": "pt"})
@@ -113,9 +113,10 @@ def save(directory: str | Path, config: HybridConfig, model: HybridLM, *, shard_
             total = sum(tensor.size for group in groups for tensor in group)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        (directory / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+        (directory / unfinished).write_text(json.dumps(document, indent=2) + "\n")
+        (directory / unfinished).replace(directory / CONFIG)
     except BaseException:
-        for file in (*files, INDEX):
+        for file in (*files, INDEX, unfinished):
             (directory / file).unlink(missing_ok=True)
         raise
 
